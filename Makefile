@@ -1,0 +1,41 @@
+# Two commands: `make demo` and `make test`. Each makes .venv, installs what it needs and runs.
+# TORCH=existing uses the torch of the calling Python instead of installing one.
+PYTHON ?= python3
+TORCH  ?= constraints
+VENV   := .venv
+BIN    := $(VENV)/bin
+JOBS   ?= 2
+
+export CUTE_DSL_ARCH ?= sm_90a
+
+ifeq ($(TORCH),existing)
+VENV_FLAGS := --system-site-packages
+CONSTRAINT :=
+else
+VENV_FLAGS :=
+CONSTRAINT := -c constraints-cpu.txt
+endif
+
+.PHONY: demo test lint test-deep clean
+.DEFAULT_GOAL := test
+
+$(VENV)/.installed: pyproject.toml constraints-cpu.txt
+	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
+	$(BIN)/python -m pip install -q --upgrade "pip>=25.1"
+	$(BIN)/python -m pip install -q $(CONSTRAINT) -e . --group dev
+	touch $@
+
+demo: $(VENV)/.installed
+	$(BIN)/compact-state demo
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile tests
+	$(BIN)/compact-state demo --out out/demo
+
+clean:
+	rm -rf $(VENV) build out *.egg-info

@@ -1,0 +1,95 @@
+"""Kernels linked ahead of time into one shared library, loadable with the DSL's runtime library alone."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import json
+import logging
+import os
+import subprocess
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from ..errors import CompileError
+
+logger = logging.getLogger(__name__)
+
+LIBRARY = "compact_state_kernels.so"
+INDEX = "compact_state_kernels.json"
+ENVIRONMENT = "COMPACT_STATE_KERNELS"
+
+
+def folder() -> Path | None:
+    """Folder named by `COMPACT_STATE_KERNELS`, or None: without it nothing built ahead is looked for."""
+    value = os.environ.get(ENVIRONMENT)
+    return Path(value) if value else None
+
+
+def describe() -> str:
+    """Where a prebuilt library is looked for, for error texts."""
+    path = folder()
+    return f"{ENVIRONMENT} is not set" if path is None else f"{ENVIRONMENT}={path}"
+
+
+def link(objects: Iterable[Path], out: Path, index: dict[str, Any]) -> Path:
+    """Link object files into `out/LIBRARY` beside its index {"symbols": {symbol: digest}, …}."""
+    from cutlass.cute.runtime import find_runtime_libraries
+
+    out.mkdir(parents=True, exist_ok=True)
+    runtime = [Path(path) for path in find_runtime_libraries(enable_tvm_ffi=True)]
+    command = ["cc", "-shared", "-fPIC", "-o", str(out / LIBRARY), *(str(path) for path in objects)]
+    command += [f"-L{path.parent}" for path in runtime] + ["-lcute_dsl_runtime", "-ltvm_ffi"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise CompileError(f"linking {LIBRARY} failed: {done.stderr.strip()[-2000:]}")
+    (out / INDEX).write_text(json.dumps(index, indent=1, sort_keys=True))
+    return out / LIBRARY
+
+
+def _preload_runtime() -> None:
+    """Make the runtime's symbols visible to the library, whose link line names no absolute path."""
+    spec = importlib.util.find_spec("tvm_ffi")
+    if spec is None or spec.origin is None:
+        raise OSError("apache-tvm-ffi is not installed")
+    tvm_ffi = Path(spec.origin).parent
+    site = tvm_ffi.parent
+    candidates = [site / "nvidia_cutlass_dsl" / variant / "lib" / "libcute_dsl_runtime.so" for variant in ("cu13", "cu12")]
+    runtime = next((path for path in candidates if path.is_file()), None)
+    if runtime is None:
+        raise OSError(f"libcute_dsl_runtime.so is not under {site}")
+    for path in (tvm_ffi / "lib" / "libtvm_ffi.so", runtime):
+        ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+
+
+@functools.cache
+def _open(path: Path) -> tuple[Any, dict[str, str]]:
+    index: dict[str, str] = {}
+    module: Any = None
+    try:
+        index = json.loads((path / INDEX).read_text())["symbols"]
+        _preload_runtime()
+        import tvm_ffi
+
+        module = tvm_ffi.load_module(str((path / LIBRARY).resolve()))
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        logger.warning("prebuilt kernels in %s are not used: %s", path, error)
+        index = {}
+    return module, index
+
+
+def find(symbol: str, digest: str) -> Callable[..., None] | None:
+    """The function of a specialisation, or None when the library is absent or was built from other sources."""
+    path = folder()
+    if path is None:
+        return None
+    module, index = _open(path)
+    if symbol not in index:
+        return None
+    if index[symbol] != digest:
+        logger.warning("prebuilt kernel %s was built from other sources; it is not used", symbol)
+        return None
+    function: Callable[..., None] = module[symbol]
+    return function

@@ -1,0 +1,1 @@
+"""Reusable @cute.jit pieces, named by what they compute."""

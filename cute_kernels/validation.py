@@ -1,0 +1,130 @@
+"""Argument checks of the public operators: shapes, dtypes, strides and devices, never values (those stay on the device)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from .errors import BackendUnavailableError, InvalidArgumentError, UnsupportedConfigError
+
+Backend = Literal["auto", "kernels", "reference"]
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+STATE_DTYPES = (torch.float32, torch.bfloat16)
+HEAD_DIM = 128  # key and value head size the kernels serve
+ALIGNMENT = 16  # bytes; pools, slot strides and packed rows
+
+
+def _describe(tensor: object) -> str:
+    if not isinstance(tensor, torch.Tensor):
+        return f"{type(tensor).__name__}"
+    return f"{tensor.dtype} {list(tensor.shape)}, strides {list(tensor.stride())}, on {tensor.device}"
+
+
+def check_tensor(
+    name: str,
+    tensor: torch.Tensor,
+    shape: Sequence[int | None],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+) -> None:
+    """Raise InvalidArgumentError unless `tensor` has this rank, these sizes (None: any), a dtype of `dtypes` and the device."""
+    if (
+        not isinstance(tensor, torch.Tensor)
+        or tensor.dim() != len(shape)
+        or any(want is not None and want != got for want, got in zip(shape, tensor.shape))
+        or tensor.dtype not in dtypes
+        or tensor.device != device
+    ):
+        sizes = ", ".join("any" if size is None else str(size) for size in shape)
+        kinds = " or ".join(str(dtype) for dtype in dtypes)
+        raise InvalidArgumentError(name, _describe(tensor), f"{kinds} [{sizes}] on {device}")
+
+
+def check_ids(name: str, ids: torch.Tensor, n: int, device: torch.device) -> None:
+    """Raise unless `ids` is a contiguous int32 [n] tensor on `device`; values outside the pool mean none."""
+    check_tensor(name, ids, (n,), (torch.int32,), device)
+    if n > 1 and ids.stride(0) != 1:
+        raise InvalidArgumentError(name, _describe(ids), f"contiguous int32 [{n}]")
+
+
+def check_rows(name: str, rows: torch.Tensor) -> None:
+    """Raise unless the trailing dimensions of each row are dense (row stride arbitrary): a view of a wider row."""
+    dense = 1
+    for size, stride in zip(reversed(rows.shape[1:]), reversed(rows.stride()[1:])):
+        if size != 1 and stride != dense:
+            raise InvalidArgumentError(name, _describe(rows), "rows whose trailing dimensions are contiguous")
+        dense *= size
+
+
+def check_alignment(name: str, tensor: torch.Tensor, bytes_: int = ALIGNMENT) -> None:
+    """Raise unless address and row stride are multiples of `bytes_` (the vector width of the kernels)."""
+    size = tensor.element_size()
+    if tensor.data_ptr() % bytes_ or (tensor.shape[0] > 1 and tensor.stride(0) * size % bytes_):
+        raise InvalidArgumentError(
+            name,
+            f"address {tensor.data_ptr():#x}, row stride {tensor.stride(0) * size} B",
+            f"address and row stride that are multiples of {bytes_} B",
+        )
+
+
+def check_pool(name: str, pool: torch.Tensor, inner: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device) -> None:
+    """Raise unless `pool` is [slots, *inner] with dense slots and a slot stride that is a multiple of 16 bytes."""
+    check_tensor(name, pool, (None, *inner), dtypes, device)
+    check_rows(name, pool)
+    check_alignment(name, pool)
+
+
+def check_heads(hk: int, hv: int, k: int, v: int) -> None:
+    """Raise unless value heads divide over key heads."""
+    if hk < 1 or hv < 1 or hv % hk:
+        raise InvalidArgumentError("q, v", f"{hk} key heads, {hv} value heads", "value heads a positive multiple of key heads")
+    if k < 1 or v < 1:
+        raise InvalidArgumentError("q, v", f"head sizes {k}, {v}", "positive head sizes")
+
+
+def check_lower_bound(lower_bound: float | None) -> None:
+    """Raise unless the gate's bound is None (softplus) or negative."""
+    if lower_bound is not None and not lower_bound < 0.0:
+        raise InvalidArgumentError("lower_bound", lower_bound, "None (softplus gate) or a negative number")
+
+
+def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
+    """Raise unless `value` is one of `choices`."""
+    if value not in choices:
+        raise InvalidArgumentError(name, repr(value), " or ".join(repr(choice) for choice in choices))
+
+
+@functools.cache
+def _is_sm90(index: int) -> bool:
+    return torch.cuda.get_device_capability(index) == (9, 0)
+
+
+def uses_kernels(backend: Backend, device: torch.device) -> bool:
+    """Whether this call runs kernels. "kernels" off an sm_90 device is a BackendUnavailableError; "auto" falls back."""
+    if backend == "reference":
+        return False
+    check_choice("backend", backend, ("auto", "kernels", "reference"))
+    fits = device.type == "cuda" and _is_sm90(device.index if device.index is not None else torch.cuda.current_device())
+    if not fits and backend == "kernels":
+        raise BackendUnavailableError(
+            f"backend='kernels': tensors are on {device}; allowed: a CUDA device of compute capability 9.0 (H100, H200)"
+        )
+    return fits
+
+
+def check_kernel_heads(operator: str, k: int, v: int) -> None:
+    """Raise UnsupportedConfigError for head sizes the kernels do not serve."""
+    if (k, v) != (HEAD_DIM, HEAD_DIM):
+        raise UnsupportedConfigError(
+            f"{operator}: head sizes K={k}, V={v}; allowed with kernels: K=V={HEAD_DIM} (backend='reference' serves others)"
+        )
+
+
+def check_kernel_dtype(operator: str, name: str, dtype: torch.dtype, allowed: Sequence[torch.dtype]) -> None:
+    """Raise UnsupportedConfigError for a dtype the references take but the kernels do not."""
+    if dtype not in allowed:
+        kinds = " or ".join(str(item) for item in allowed)
+        raise UnsupportedConfigError(f"{operator}: {name} is {dtype}; allowed with kernels: {kinds} (backend='reference' serves others)")
