@@ -1,7 +1,7 @@
 """Vector loads and stores from a base pointer and a 64-bit element offset.
 
-Pools and packed rows exceed 2^31 elements, and a tensor coordinate is 32 bits wide, so every access of a slot or of a row
-goes through `offset_ptr`: one 64-bit multiply-add a stream, all further offsets are immediates of the load or store.
+Pools and packed rows exceed 2^31 elements, and a tensor coordinate is 32 bits wide, so every access of a slot or of a
+row goes through `offset_ptr`: one 64-bit multiply-add a stream, all further offsets are immediates of the load or store.
 """
 
 import cutlass
@@ -39,23 +39,23 @@ def store_vector(rX, ptr, n):
 def zero_vector(dtype, n):
     """`n` zeros in registers."""
     rX = cute.make_rmem_tensor(cute.make_layout(n), dtype)
-    for i in cutlass.range_constexpr(n):
+    for i in range(n):
         rX[i] = dtype(0.0)
     return rX
 
 
 def widen(rX, n):
-    """`n` bf16 or fp32 registers as fp32. bf16 goes by shift and mask: one instruction an element, a conversion takes 1.5."""
+    """`n` bf16 or fp32 registers as fp32. bf16 by shift and mask: one instruction an element, a conversion takes 1.5."""
     if cutlass.const_expr(rX.element_type is cutlass.Float32):
         return rX
     if cutlass.const_expr(rX.element_type is not cutlass.BFloat16):
         rY = cute.make_rmem_tensor(cute.make_layout(n), cutlass.Float32)
-        for i in cutlass.range_constexpr(n):
+        for i in range(n):
             rY[i] = cutlass.Float32(rX[i])
         return rY
     words = cute.recast_tensor(rX, Uint32)
     bits = cute.make_rmem_tensor(cute.make_layout(n), Uint32)
-    for i in cutlass.range_constexpr(n // 2):
+    for i in range(n // 2):
         bits[2 * i] = words[i] << 16
         bits[2 * i + 1] = words[i] & Uint32(0xFFFF0000)
     return cute.recast_tensor(bits, cutlass.Float32)
@@ -66,6 +66,6 @@ def narrow(rX, n, dtype):
     if cutlass.const_expr(dtype is cutlass.Float32):
         return rX
     rY = cute.make_rmem_tensor(cute.make_layout(n), dtype)
-    for i in cutlass.range_constexpr(n):
+    for i in range(n):
         rY[i] = dtype(rX[i])
     return rY
