@@ -1,7 +1,7 @@
 """Vector loads and stores from a base pointer and a 64-bit element offset.
 
-Pools and packed rows exceed 2^31 elements, and a tensor coordinate is 32 bits wide, so every access of a slot or of a
-row goes through `offset_ptr`: one 64-bit multiply-add a stream, all further offsets are immediates of the load or store.
+Pools and packed rows exceed 2^31 elements, and a tensor coordinate is 32 bits wide, so every access of a slot or of
+a row goes through `offset_ptr`: one 64-bit multiply-add a stream; further offsets are immediates of the access.
 """
 
 import cutlass
@@ -45,7 +45,7 @@ def zero_vector(dtype, n):
 
 
 def widen(rX, n):
-    """`n` bf16 or fp32 registers as fp32. bf16 by shift and mask: one instruction an element, a conversion takes 1.5."""
+    """`n` bf16 or fp32 registers as fp32. bf16 by shift and mask: one instruction an element; converting takes 1.5."""
     if cutlass.const_expr(rX.element_type is cutlass.Float32):
         return rX
     if cutlass.const_expr(rX.element_type is not cutlass.BFloat16):

@@ -3,10 +3,10 @@
     S~ = S diag(decay)        a = S~ k        b = S~ q
     u  = beta (v - a)         S = S~ + u k^T  o = b + u (k.q)
 
-Decode, verify, replay and token-by-token prefill promise equal bits. They get them from this file: every multiply and add
-is pinned, norms have one lane mapping (16 lanes x 8 channels), dot products another (8 lanes x 16 channels), and each is
-reduced in one order. Rows a lane, warps, tile and batch change nothing. The order of K within a lane follows the pool's
-dtype, so equal bits are promised within one pool dtype.
+Decode, verify, replay and token-by-token prefill promise equal bits. They get them from this file: every multiply and
+add is pinned, norms have one lane mapping (16 lanes x 8 channels), dot products another (8 lanes x 16 channels), and
+each is reduced in one order. Rows a lane, warps, tile and batch change nothing. The order of K within a lane follows the
+pool's dtype, so equal bits are promised within one pool dtype.
 
 State tile: 8 lanes share a row of V. A lane owns 16 of the 128 K values of each of its rows, as 16-byte vectors at
 K = 32c + 4l (fp32, c < 4) or K = 64c + 8l (bf16, c < 2), l the lane's place among the 8. In registers a tile is
@@ -98,7 +98,7 @@ def tile_layout(rows):
 
 
 def load_rows(ptr, rows, dtype):
-    """`rows` consecutive V rows as stored, a list of 16-byte vectors; `ptr` is the lane's first vector of the first row."""
+    """`rows` consecutive V rows as stored, as 16-byte vectors; `ptr` is the lane's first vector of the first."""
     stride = ROW_LANES * vector_width(dtype)
     vectors = []
     for r in range(rows):
@@ -170,8 +170,8 @@ def _decay_at(decay, i):
 def token_step(rS, rK, rQ, decay, beta, v_own, kq, lane, rows):
     """One token on a tile (16, rows), in place. Returns `(o, u)` of row `owned_row(lane, rows)` of the 8 lanes' rows.
 
-    `o` is valid in lanes with bit 2 set, `u` in lanes with it clear. `rK`, `rQ`: the lane's 16 normalised values, q times
-    scale. `decay`: Float32 (GDN), or the lane's 16 factors (KDA). `v_own`: v of the owned row. `kq`: k.q.
+    `o` is valid in lanes with bit 2 set, `u` in lanes with it clear. `rK`, `rQ`: the lane's 16 normalised
+    values, q scaled. `decay`: Float32 (GDN), or the lane's 16 factors (KDA). `v_own`: v of the owned row. `kq`: k.q.
     """
     dots_k = []
     dots_q = []
