@@ -5,7 +5,7 @@
 
 Decode, verify, replay and token-by-token prefill promise equal bits. They get them from this file: every multiply and
 add is pinned, norms have one lane mapping (16 lanes x 8 channels), dot products another (8 lanes x 16 channels), and
-each is reduced in one order. Rows a lane, warps, tile and batch change nothing. The order of K within a lane follows the
+each is reduced in one order. Rows a lane, warps, tile and batch change nothing. The order of K in a lane follows the
 pool's dtype, so equal bits are promised within one pool dtype.
 
 State tile: 8 lanes share a row of V. A lane owns 16 of the 128 K values of each of its rows, as 16-byte vectors at
