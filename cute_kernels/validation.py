@@ -70,7 +70,9 @@ def check_alignment(name: str, tensor: torch.Tensor, bytes_: int = ALIGNMENT) ->
         )
 
 
-def check_pool(name: str, pool: torch.Tensor, inner: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device) -> None:
+def check_pool(
+    name: str, pool: torch.Tensor, inner: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device
+) -> None:
     """Raise unless `pool` is [slots, *inner] with dense slots and a slot stride that is a multiple of 16 bytes."""
     check_tensor(name, pool, (None, *inner), dtypes, device)
     check_rows(name, pool)
@@ -80,7 +82,9 @@ def check_pool(name: str, pool: torch.Tensor, inner: Sequence[int], dtypes: Sequ
 def check_heads(hk: int, hv: int, k: int, v: int) -> None:
     """Raise unless value heads divide over key heads."""
     if hk < 1 or hv < 1 or hv % hk:
-        raise InvalidArgumentError("q, v", f"{hk} key heads, {hv} value heads", "value heads a positive multiple of key heads")
+        raise InvalidArgumentError(
+            "q, v", f"{hk} key heads, {hv} value heads", "value heads a positive multiple of key heads"
+        )
     if k < 1 or v < 1:
         raise InvalidArgumentError("q, v", f"head sizes {k}, {v}", "positive head sizes")
 
@@ -127,4 +131,6 @@ def check_kernel_dtype(operator: str, name: str, dtype: torch.dtype, allowed: Se
     """Raise UnsupportedConfigError for a dtype the references take but the kernels do not."""
     if dtype not in allowed:
         kinds = " or ".join(str(item) for item in allowed)
-        raise UnsupportedConfigError(f"{operator}: {name} is {dtype}; allowed with kernels: {kinds} (backend='reference' serves others)")
+        raise UnsupportedConfigError(
+            f"{operator}: {name} is {dtype}; allowed with kernels: {kinds} (backend='reference' serves others)"
+        )

@@ -1,6 +1,6 @@
 """Ahead-of-time build of the manifest: worker processes, a progress bar, resource reports, optionally one shared library.
 
-    python -m compact_state.cute_kernels.compile.build --out DIR [--shared] [--only PATTERN] [--jobs N]
+python -m compact_state.cute_kernels.compile.build --out DIR [--shared] [--only PATTERN] [--jobs N]
 """
 
 from __future__ import annotations
@@ -94,7 +94,9 @@ def build(out: Path | None, shared: bool, only: str = "", jobs: int | None = Non
         sound &= reason is None
         report[entry.key.symbol()] = resources.as_dict()
         spill = resources.spill_store_bytes + resources.spill_load_bytes
-        table.add_row(entry.key.symbol(), str(resources.registers), str(spill), str(resources.stack_bytes), reason or "ok")
+        table.add_row(
+            entry.key.symbol(), str(resources.registers), str(spill), str(resources.stack_bytes), reason or "ok"
+        )
     Console().print(table)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,10 @@
 """`jit_cache(file)`: from a key to a loaded function; the key is all that the kernel file's `build(key)` sees.
 
-`build` functions are the only callers of `cute_compile`. A kernel file is named, not imported, so that a process with kernels
-built ahead of time needs no compiler. Look-up order: this process, a shared library built ahead of time, an object file in the cache folder, the compiler. An
-object is loaded from its file even in the process that built it, so that the first and every later process run the same
-function. A corrupt file is a miss. The DSL aborts the process when two threads compile, so one lock guards it; two
-processes building the same key meet at a file lock.
+`build` functions are the only callers of `cute_compile`. A kernel file is named, not imported, so that a process with
+kernels built ahead of time needs no compiler. Look-up order: this process, a shared library built ahead of time, an object
+file in the cache folder, the compiler. An object is loaded from its file even in the process that built it, so that the
+first and every later process run the same function. A corrupt file is a miss. The DSL aborts the process when two threads
+compile, so one lock guards it; two processes building the same key meet at a file lock.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import platformdirs
 
 from ..errors import BackendUnavailableError, CompileCacheError
 from . import shared_library
-from .report import REMARKS
 from .fingerprint import PACKAGE_ROOT, TARGET, cache_digest, object_digest, source_fingerprint
+from .report import REMARKS
 
 
 class KernelKey(Protocol):
@@ -75,7 +75,9 @@ def cute_compile(function: Any, *arguments: Any, options: str = "") -> Any:
     import cutlass.cute as cute
 
     remarks = "remarks{ptx}" if REMARKS in os.environ else ""
-    return cute.compile(function, *arguments, options=f"--enable-tvm-ffi --gpu-arch {TARGET} {options} {remarks}".strip())
+    return cute.compile(
+        function, *arguments, options=f"--enable-tvm-ffi --gpu-arch {TARGET} {options} {remarks}".strip()
+    )
 
 
 def _replace(path: Path, write: Callable[[Path], None]) -> None:

@@ -65,13 +65,15 @@ def compile_environment() -> str:
     return ";".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
 
 
+def _digest(text: str) -> str:
+    return xxhash.xxh3_128_hexdigest(text.encode())
+
+
 def object_digest(source: str, symbol: str, key: object) -> str:
     """Identity of one specialisation, independent of the compiler that built it."""
-    return xxhash.xxh3_128_hexdigest(f"{source}|{symbol}|{key!r}|{TARGET}")
+    return _digest(f"{source}|{symbol}|{key!r}|{TARGET}")
 
 
 def cache_digest(source: str, symbol: str, key: object) -> str:
     """Identity of one object in the disk cache: the specialisation, its compiler and the environment."""
-    return xxhash.xxh3_128_hexdigest(
-        f"{object_digest(source, symbol, key)}|{compiler_version()}|{compile_environment()}"
-    )
+    return _digest(f"{object_digest(source, symbol, key)}|{compiler_version()}|{compile_environment()}")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import pkgutil
 from dataclasses import dataclass
 from typing import Any
-
-# Families of kernels: module in configs/ whose `shipped()` lists the entries.
-FAMILIES = ("recurrent", "conv1d", "state_ids", "verify", "layer", "prefill")
 
 
 @dataclass(frozen=True)
@@ -28,10 +26,13 @@ class Entry:
 
 
 def manifest() -> list[Entry]:
-    """All entries of all families, each symbol once."""
+    """What every module of `configs` lists in its `shipped()`; each symbol once."""
+    from .. import configs
+
     entries: list[Entry] = []
-    for family in FAMILIES:
-        entries += importlib.import_module(f"..configs.{family}", __package__).shipped()
+    for family in sorted(module.name for module in pkgutil.iter_modules(configs.__path__)):
+        module = importlib.import_module(f"..configs.{family}", __package__)
+        entries += module.shipped() if hasattr(module, "shipped") else []
     symbols = [entry.key.symbol() for entry in entries]
     duplicates = {symbol for symbol in symbols if symbols.count(symbol) > 1}
     if duplicates:

@@ -56,7 +56,9 @@ def _preload_runtime() -> None:
         raise OSError("apache-tvm-ffi is not installed")
     tvm_ffi = Path(spec.origin).parent
     site = tvm_ffi.parent
-    candidates = [site / "nvidia_cutlass_dsl" / variant / "lib" / "libcute_dsl_runtime.so" for variant in ("cu13", "cu12")]
+    candidates = [
+        site / "nvidia_cutlass_dsl" / variant / "lib" / "libcute_dsl_runtime.so" for variant in ("cu13", "cu12")
+    ]
     runtime = next((path for path in candidates if path.is_file()), None)
     if runtime is None:
         raise OSError(f"libcute_dsl_runtime.so is not under {site}")

@@ -1,0 +1,97 @@
+"""T = 1 decode of GDN and KDA: what its specialisations are, which are legal, and which one a shape gets.
+
+One thread block owns `warps * 4 * rows` rows of V of one (sequence, value head): eight lanes share a row, a lane holds
+`rows` rows of 16 K values.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Literal
+
+from ..compile.manifest import Entry, ResourceBudget
+
+Kind = Literal["gdn", "kda_softplus", "kda_bounded"]
+StateDtype = Literal["float32", "bfloat16"]
+SHORT = {"float32": "f32", "bfloat16": "bf16"}
+KINDS: tuple[Kind, ...] = ("gdn", "kda_softplus", "kda_bounded")
+STATE_DTYPES: tuple[StateDtype, ...] = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class RecurrentDecodeKey:
+    """Everything that changes the code of `kernels/recurrent_decode.py`.
+
+    rows: V rows a lane holds, 1, 2 or 4. warps: warps a block. pdl: start while the previous kernel of the stream drains.
+    early: with pdl, read ids and state before the previous kernel is known to be complete; wrong directly behind
+    `advance_state_ids`, which writes the ids. l2norm: q and k arrive un-normalised.
+    """
+
+    kind: Kind
+    state: StateDtype
+    rows: int
+    warps: int
+    pdl: bool
+    early: bool = True
+    l2norm: bool = True
+
+    def symbol(self) -> str:
+        """C identifier of the specialisation."""
+        pdl = ("_pdl" if self.early else "_pdlwait") if self.pdl else ""
+        return (
+            f"recurrent_decode_{self.kind}_{SHORT[self.state]}_r{self.rows}w{self.warps}{pdl}"
+            f"{'' if self.l2norm else '_nonorm'}"
+        )
+
+    @property
+    def tile(self) -> int:
+        """Rows of V a block owns."""
+        return self.warps * 4 * self.rows
+
+    def rejection(self) -> str | None:
+        """Why this key has no kernel, or None."""
+        if self.rows not in (1, 2, 4):
+            return f"rows={self.rows}: the butterfly reduces 1, 2 or 4 rows"
+        if not 1 <= self.warps <= 16 or 128 % self.tile:
+            return f"warps={self.warps}, rows={self.rows}: a tile of {self.tile} rows does not divide 128"
+        if self.rows * 16 > 64:
+            return f"rows={self.rows}: more than 64 state registers a thread spill"
+        return None
+
+
+# Measured on H200 (docs/notes/decode.md): launches overlap usefully below this many (sequence, head) pairs; above it a
+# dependent launch only occupies slots that the running kernel's own blocks need.
+PDL_MAX_HEADS = 2048
+
+
+@functools.lru_cache(maxsize=4096)
+def choose(kind: Kind, state: StateDtype, heads: int, *, l2norm: bool = True, early: bool = True) -> RecurrentDecodeKey:
+    """The specialisation for `heads` = sequences x value heads. Legal for every shape."""
+    pdl = heads <= PDL_MAX_HEADS
+    rows, warps = (4, 2) if pdl or state == "bfloat16" else (2, 4)
+    return RecurrentDecodeKey(kind, state, rows, warps, pdl, early or not pdl, l2norm)
+
+
+def candidates(kind: Kind, state: StateDtype) -> list[RecurrentDecodeKey]:
+    """The space a sweep tries."""
+    keys = [
+        RecurrentDecodeKey(kind, state, rows, warps, pdl)
+        for rows in (1, 2, 4)
+        for warps in (1, 2, 4, 8)
+        for pdl in (False, True)
+    ]
+    return [key for key in keys if key.rejection() is None]
+
+
+def shipped() -> list[Entry]:
+    """Entries of the manifest: what `choose` can return with norms inside, and the un-normalised form of each kind."""
+    keys = {
+        choose(kind, state, heads, l2norm=l2norm, early=early)
+        for kind in KINDS
+        for state in STATE_DTYPES
+        for heads in (1, PDL_MAX_HEADS + 1)
+        for l2norm in (True, False)
+        for early in (True, False)
+    }
+    return [Entry("recurrent_decode", key, ResourceBudget(max_registers=128)) for key in sorted(keys, key=repr)]

@@ -1,0 +1,272 @@
+"""One token of GDN or KDA per sequence, state read and written by slot id.
+
+    s = diag(decay) S;  u = beta (v - s k);  S' = s + u k^T;  o = scale S' q
+
+A block owns `tile` rows of V of one (sequence n, value head h); grid (HV * 128 / tile, N).
+1  every thread reads the ids and issues its state loads: 8 lanes a V row, `rows` rows a lane, 16-byte vectors, to registers;
+2  with PDL only now does it wait for the previous kernel, then lets the next one start;
+3  16 lanes normalise k and q (8 channels each) and form k.q, into shared memory (1 KiB); KDA: 32 lanes more its 128 decays;
+4  one block barrier; every thread reads its 16 k, q (and decay) values; beta and GDN's decay are computed by every thread;
+5  one pass over the registers gives s, s.k and s.q; one butterfly reduces all of a lane's rows; o = s.q + u (k.q);
+6  S' goes from registers to the write slot, rounded once; o by the lanes that hold the s.q sums.
+No block reads what another writes: rows of V are disjoint, so in place needs no order. A slot id outside the pool reads zeros
+and stores nothing; a row with neither gives zeros.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, const_expr
+from cutlass.cute.runtime import make_fake_tensor
+
+from ..compile.cache import cute_compile
+from ..compile.fake import fake_ids, fake_stream, fake_vector
+from ..configs.recurrent import RecurrentDecodeKey
+from ..device.arith import sigmoid
+from ..device.memory import load_vector, smem_ptr, store_vector
+from ..device.reduce import owned_row
+from ..device.state_io import row_ptr, slot_is_valid, slot_ptr
+from ..device.token_step import (
+    HEAD_DIM,
+    NORM_LANES,
+    NORM_VALUES,
+    decay_factor,
+    dot_channels,
+    holds_output,
+    lane_in_row,
+    load_channels,
+    load_rows_if,
+    normalize,
+    store_rows,
+    token_step,
+    vector_width,
+    widen_rows,
+)
+
+GRID_Y = 65535  # rows of the grid; more sequences go to its z dimension
+
+
+class RecurrentDecode:
+    def __init__(self, key: RecurrentDecodeKey):
+        self.key = key
+        self.dtype = {"float32": Float32, "bfloat16": BFloat16}[key.state]
+        self.kda = key.kind != "gdn"
+        self.bounded = key.kind == "kda_bounded"
+        self.rows, self.warps, self.tile = key.rows, key.warps, key.tile
+        self.tiles = HEAD_DIM // self.tile
+        self.threads = 32 * self.warps
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,  # (N, HK, K) bf16, row stride any multiple of 8
+        mK: cute.Tensor,  # (N, HK, K) bf16
+        mV: cute.Tensor,  # (N, HV, V) bf16
+        mGate: cute.Tensor,  # GDN a (N, HV); KDA raw gate (N, HV, K); bf16
+        mBeta: cute.Tensor,  # (N, HV) bf16 logits
+        mALog: cute.Tensor,  # (HV,) fp32
+        mBias: cute.Tensor,  # GDN (HV,), KDA (HV * K,) fp32
+        mState: cute.Tensor,  # (S, HV, V, K), slot stride any multiple of 16 bytes
+        mReadIds: cute.Tensor,  # (N,) int32
+        mWriteIds: cute.Tensor,  # (N,) int32
+        mOut: cute.Tensor,  # (N, HV, V) bf16
+        scale: Float32,
+        lower_bound: Float32,
+        stream,
+    ):
+        n, hv = cute.size(mReadIds, mode=[0]), cute.size(mV, mode=[1])
+        hk = cute.size(mQ, mode=[1])
+        grid_y = cutlass.min(n, Int32(GRID_Y))
+        grid_z = (n + GRID_Y - 1) // GRID_Y
+        self.kernel.set_name_prefix(self.key.symbol(), remove_cutlass_symbol=True, keep_mangled_name=False)
+        self.kernel(
+            mQ, mK, mV, mGate, mBeta, mALog, mBias, mState, mReadIds, mWriteIds, mOut, scale, lower_bound, n,
+            Float32(hk) / Float32(hv),
+        ).launch(
+            grid=[hv * self.tiles, grid_y, grid_z],
+            block=[self.threads, 1, 1],
+            stream=stream,
+            use_pdl=self.key.pdl,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mGate: cute.Tensor,
+        mBeta: cute.Tensor,
+        mALog: cute.Tensor,
+        mBias: cute.Tensor,
+        mState: cute.Tensor,
+        mReadIds: cute.Tensor,
+        mWriteIds: cute.Tensor,
+        mOut: cute.Tensor,
+        scale: Float32,
+        lower_bound: Float32,
+        n: Int32,
+        heads_ratio: Float32,  # HK / HV
+    ):
+        tidx, _, _ = cute.arch.thread_idx()
+        tile, row_low, row_high = cute.arch.block_idx()
+        seq = row_high * GRID_Y + row_low
+        if seq < n:
+            self.step(
+                mQ, mK, mV, mGate, mBeta, mALog, mBias, mState, mReadIds, mWriteIds, mOut, scale, lower_bound,
+                heads_ratio, tidx, tile // self.tiles, tile % self.tiles, seq,
+            )  # fmt: skip
+
+    @cute.jit
+    def step(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mGate: cute.Tensor,
+        mBeta: cute.Tensor,
+        mALog: cute.Tensor,
+        mBias: cute.Tensor,
+        mState: cute.Tensor,
+        mReadIds: cute.Tensor,
+        mWriteIds: cute.Tensor,
+        mOut: cute.Tensor,
+        scale: Float32,
+        lower_bound: Float32,
+        heads_ratio: Float32,
+        tidx: Int32,
+        head: Int32,
+        tile: Int32,
+        seq: Int32,
+    ):
+        if const_expr(self.key.pdl and not self.key.early):
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
+        smem = cutlass.utils.SmemAllocator()
+        sK = smem.allocate_tensor(Float32, cute.make_layout(HEAD_DIM), 16)
+        sQ = smem.allocate_tensor(Float32, cute.make_layout(HEAD_DIM), 16)
+        sDecay = smem.allocate_tensor(Float32, cute.make_layout(HEAD_DIM if self.kda else 1), 16)
+        sScalar = smem.allocate_tensor(Float32, cute.make_layout(2), 8)  # beta, k.q
+
+        lane = tidx % 32
+        l8 = lane_in_row(lane)
+        row0 = tile * self.tile + tidx // 8 * self.rows
+        num_slots = cute.size(mState, mode=[0])
+        read, write = Int32(mReadIds[seq]), Int32(mWriteIds[seq])
+        reads, writes = slot_is_valid(read, num_slots), slot_is_valid(write, num_slots)
+        inner = (head * HEAD_DIM + row0) * HEAD_DIM + l8 * vector_width(self.dtype)
+        vectors = load_rows_if(reads, slot_ptr(mState, read, inner), self.rows, self.dtype)
+        if const_expr(self.key.pdl and self.key.early):
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
+
+        own = row0 + owned_row(lane, self.rows)
+        v_own = Float32(load_vector(row_ptr(mV, seq, head * HEAD_DIM + own, 2), 1)[0])
+        # (h + 1/2) HK / HV is never an integer, so truncation gives h // (HV // HK) exactly.
+        key_head = Int32((Float32(head) + Float32(0.5)) * heads_ratio)
+        self.prepare_vectors(mQ, mK, sQ, sK, sScalar, scale, tidx, seq, key_head)
+        self.prepare_gates(mGate, mBeta, mALog, mBias, sDecay, sScalar, lower_bound, tidx, seq, head)
+        cute.arch.sync_threads()
+
+        rS = widen_rows(vectors, self.rows, self.dtype)
+        rK = load_channels(sK.iterator, 0, l8, self.dtype)
+        rQ = load_channels(sQ.iterator, 0, l8, self.dtype)
+        decay = load_channels(sDecay.iterator, 0, l8, self.dtype) if const_expr(self.kda) else sDecay[0]
+        o, _ = token_step(rS, rK, rQ, decay, sScalar[0], v_own, sScalar[1], lane, self.rows)
+        if writes:
+            store_rows(rS, slot_ptr(mState, write, inner), self.rows, self.dtype)
+        if holds_output(lane, self.rows):
+            live = reads | writes
+            rO = cute.make_rmem_tensor(cute.make_layout(1), BFloat16)
+            rO[0] = BFloat16(o if live else Float32(0.0))
+            store_vector(rO, row_ptr(mOut, seq, head * HEAD_DIM + own, 2), 1)
+
+    @cute.jit
+    def prepare_vectors(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        sQ: cute.Tensor,
+        sK: cute.Tensor,
+        sScalar: cute.Tensor,
+        scale: Float32,
+        tidx: Int32,
+        seq: Int32,
+        key_head: Int32,
+    ):
+        """Normalised k and scaled q of the row's key head into shared memory, and k.q. All of warp 0's lanes take part:
+        its two halves do the same work, so that the shuffles need no mask."""
+        if tidx < 32:
+            channel = tidx % NORM_LANES * NORM_VALUES
+            inner = key_head * HEAD_DIM + channel
+            rK = normalize(load_vector(row_ptr(mK, seq, inner, 16), NORM_VALUES), scale, self.key.l2norm, False)
+            rQ = normalize(load_vector(row_ptr(mQ, seq, inner, 16), NORM_VALUES), scale, self.key.l2norm, True)
+            kq = dot_channels(rK, rQ)
+            if tidx < NORM_LANES:
+                store_vector(rK, smem_ptr(sK.iterator, channel, Float32, 16), NORM_VALUES)
+                store_vector(rQ, smem_ptr(sQ.iterator, channel, Float32, 16), NORM_VALUES)
+            if tidx == 0:
+                sScalar[1] = kq
+
+    @cute.jit
+    def prepare_gates(
+        self,
+        mGate: cute.Tensor,
+        mBeta: cute.Tensor,
+        mALog: cute.Tensor,
+        mBias: cute.Tensor,
+        sDecay: cute.Tensor,
+        sScalar: cute.Tensor,
+        lower_bound: Float32,
+        tidx: Int32,
+        seq: Int32,
+        head: Int32,
+    ):
+        """beta and the decay (KDA: one a channel, spread over the block) into shared memory."""
+        if const_expr(self.kda):
+            if tidx < HEAD_DIM:
+                width = max(1, HEAD_DIM // self.threads)
+                inner = head * HEAD_DIM + tidx * width
+                raw = load_vector(row_ptr(mGate, seq, inner, 2 * width), width)
+                bias = load_vector(mBias.iterator + inner, width)
+                for i in cutlass.range_constexpr(width):
+                    sDecay[tidx * width + i] = decay_factor(
+                        self.bounded, Float32(raw[i]), bias[i], mALog[head], lower_bound
+                    )
+        if tidx == self.threads - 1:
+            if const_expr(not self.kda):
+                raw_gate = Float32(load_vector(row_ptr(mGate, seq, head, 2), 1)[0])
+                sDecay[0] = decay_factor(self.bounded, raw_gate, mBias[head], mALog[head], lower_bound)
+            sScalar[0] = sigmoid(Float32(load_vector(row_ptr(mBeta, seq, head, 2), 1)[0]))
+
+
+def build(key: RecurrentDecodeKey):
+    """Compile one specialisation for sm_90a from fake tensors."""
+    kernel = RecurrentDecode(key)
+    n, slots, hk, hv = cute.sym_int(), cute.sym_int(), cute.sym_int(), cute.sym_int()
+
+    def heads(dtype, rows, count, *inner, divisibility=8, align=16):
+        dense = [1]
+        for size in reversed(inner):
+            dense.insert(0, dense[0] * size)
+        stride = (cute.sym_int64(divisibility=divisibility), *dense)
+        return make_fake_tensor(dtype, (rows, count, *inner), stride=stride, assumed_align=align)
+
+    scalars = {"divisibility": 1, "align": 2}
+    gate = heads(BFloat16, n, hv, HEAD_DIM) if kernel.kda else heads(BFloat16, n, hv, **scalars)
+    return cute_compile(
+        kernel,
+        heads(BFloat16, n, hk, HEAD_DIM),
+        heads(BFloat16, n, hk, HEAD_DIM),
+        heads(BFloat16, n, hv, HEAD_DIM),
+        gate,
+        heads(BFloat16, n, hv, **scalars),
+        fake_vector(Float32, hv),
+        fake_vector(Float32, align=16),
+        heads(kernel.dtype, slots, hv, HEAD_DIM, HEAD_DIM, divisibility=128 // kernel.dtype.width),
+        fake_ids(n, Int32),
+        fake_ids(n, Int32),
+        heads(BFloat16, n, hv, HEAD_DIM, align=2, divisibility=1),
+        Float32(1.0),
+        Float32(-1.0),
+        fake_stream(),
+    )
