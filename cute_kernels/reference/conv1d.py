@@ -14,11 +14,11 @@ import itertools
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 
 from ..checkpoints import Checkpoints
 from ..draft_log import DraftLog
 from ..errors import InvalidArgumentError
+from .gates import silu
 from .gdn import deliver
 from .ids import LogAccess, draft_lengths, load_slots, record_log, resolve_log, store_slots, void_rows
 
@@ -63,7 +63,7 @@ def _convolve(
     y = torch.zeros_like(inputs[..., :count, :]) if bias is None else bias.to(dtype).expand_as(inputs[..., :count, :])
     for tap in range(width):
         y = y + weight[tap] * inputs[..., tap : tap + count, :]
-    return F.silu(y) if activation == "silu" else y
+    return silu(y) if activation == "silu" else y
 
 
 @torch.no_grad()

@@ -2,12 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 L2NORM_EPS = 1e-6
+
+
+def exactly(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """``function(x)`` evaluated in float64 and rounded once to x's dtype.
+
+    Torch's CPU kernels evaluate transcendental functions with other code for the last few elements of a tensor.
+    Rounding from float64 hides that: a row's bits do not depend on its place in the batch.
+    """
+    return function(x.double()).to(x.dtype)
+
+
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """Logistic function."""
+    return exactly(torch.sigmoid, x)
+
+
+def silu(x: torch.Tensor) -> torch.Tensor:
+    """``x sigmoid(x)``."""
+    return exactly(F.silu, x)
+
+
+def softplus(x: torch.Tensor) -> torch.Tensor:
+    """``log1p(exp(x))``, and x itself above 20."""
+    return exactly(lambda y: F.softplus(y, threshold=20.0), x)
 
 
 def l2norm(x: torch.Tensor) -> torch.Tensor:
@@ -17,7 +42,7 @@ def l2norm(x: torch.Tensor) -> torch.Tensor:
 
 def gdn_log_decay(a: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor) -> torch.Tensor:
     """``g = -exp(A_log) softplus(a + dt_bias)``, natural log, ``<= 0``. ``a [..., HV]``, parameters ``[HV]``."""
-    return -torch.exp(A_log) * F.softplus(a + dt_bias, threshold=20.0)
+    return -exactly(torch.exp, A_log) * softplus(a + dt_bias)
 
 
 def kda_log_decay(
@@ -28,11 +53,11 @@ def kda_log_decay(
     ``lower_bound`` None: ``-exp(A_log) softplus(gate + dt_bias)``. A negative bound L: ``L sigmoid(exp(A_log) (gate +
     dt_bias))``.
     """
-    rate = torch.exp(A_log)[:, None]
+    rate = exactly(torch.exp, A_log)[:, None]
     biased = gate + dt_bias.view(gate.shape[-2:])
     if lower_bound is None:
-        return -rate * F.softplus(biased, threshold=20.0)
-    return lower_bound * torch.sigmoid(rate * biased)
+        return -rate * softplus(biased)
+    return lower_bound * sigmoid(rate * biased)
 
 
 @dataclass(frozen=True)
@@ -55,7 +80,7 @@ class Tokens:
 
     def decay(self) -> torch.Tensor:
         """``exp(g)``, ``[T, HV, G]``."""
-        return torch.exp(self.g)
+        return exactly(torch.exp, self.g)
 
 
 def prepare_keys(k: torch.Tensor, value_heads: int, qk_l2norm: bool, dtype: torch.dtype) -> torch.Tensor:
@@ -87,5 +112,5 @@ def prepare_tokens(
         k=prepare_keys(k, value_heads, qk_l2norm, dtype),
         v=v.to(dtype).contiguous(),
         g=g,
-        beta=torch.sigmoid(b.to(dtype).contiguous()),
+        beta=sigmoid(b.to(dtype).contiguous()),
     )

@@ -11,7 +11,7 @@ import torch
 from ..checkpoints import Checkpoints
 from ..draft_log import DraftLog
 from . import chunkwise, recurrence
-from .gates import Tokens, kda_log_decay, prepare_keys, prepare_tokens
+from .gates import Tokens, exactly, kda_log_decay, prepare_keys, prepare_tokens
 from .gdn import deliver
 from .ids import LogAccess, resolve_log
 
@@ -205,4 +205,4 @@ def _logged(
     """Keys and decay ``[N, Tmax, HV, K]`` of the half being read."""
     keys = prepare_keys(log.k[access.rows, access.half], value_heads, qk_l2norm, dtype)
     gate = log.g[access.rows, access.half].to(dtype)
-    return keys, torch.exp(kda_log_decay(gate, A_log.to(dtype), dt_bias.to(dtype), lower_bound))
+    return keys, exactly(torch.exp, kda_log_decay(gate, A_log.to(dtype), dt_bias.to(dtype), lower_bound))

@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 
 from ..draft_log import DraftLog
 from . import gdn, kda, recurrence
 from .conv1d import causal_conv1d_decode, causal_conv1d_verify
+from .gates import sigmoid, silu
 from .gdn import deliver, gdn_tokens
 from .ids import resolve_log, void_rows
 from .kda import kda_tokens
@@ -36,8 +36,8 @@ def gated_rms_norm(
 ) -> torch.Tensor:
     """``o / rms(o) * weight * act(z)`` over the last dimension; norm first, gate second. ``o``, ``z`` ``[T, HV,
     V]``."""
-    normed = o * torch.rsqrt((o * o).mean(-1, keepdim=True) + eps) * weight
-    return normed * (F.silu(z) if activation == "silu" else torch.sigmoid(z))
+    normed = o / torch.sqrt((o * o).mean(-1, keepdim=True) + eps) * weight
+    return normed * (silu(z) if activation == "silu" else sigmoid(z))
 
 
 def _finish(
