@@ -1,0 +1,218 @@
+"""Transfer leases: a store put reads a sealed slot, a store get writes a fresh one.
+
+A lease is released only by a terminal completion on all ranks, never by a cancel; for a put it is the only protection
+of the source, because the store has committed the bytes before anybody looks at a generation. A transfer starts once
+the fence of `after_step` has passed. A lease past its deadline puts its slot into quarantine, for as long as the pool's
+memory lives: the transfer may still touch it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .errors import CapacityError, ErrorClass
+from .handles import SlotHandle
+from .ledger_cache import CacheLedger
+from .slots import SlotRecord
+
+
+class IoLease:
+    """One transfer in flight. `after_step`: do not start before its fence; `revoked`: do not start at all."""
+
+    __slots__ = (
+        "after_step",
+        "cancelled",
+        "deadline",
+        "entry",
+        "epoch",
+        "failed",
+        "handle",
+        "kind",
+        "op",
+        "pending",
+        "position",
+        "revoked",
+        "succeeded",
+    )
+
+    def __init__(self, op: int, kind: str, handle: SlotHandle, ranks: int) -> None:
+        self.op, self.kind, self.handle = op, kind, handle
+        self.pending = (1 << ranks) - 1
+        self.succeeded = self.failed = 0
+        self.after_step = 0
+        self.position = 0
+        self.epoch = 0
+        self.deadline: float | None = None
+        self.entry: object | None = None
+        self.cancelled = False
+        self.revoked = False
+
+
+class IoOutcome(NamedTuple):
+    """The end of a transfer on all ranks. `ok`: a put is stored everywhere; a get's state may be used and is cached."""
+
+    lease: IoLease
+    ok: bool
+    error: ErrorClass | None
+
+
+class LeaseLedger(CacheLedger):
+    """put_begin/put_end, get_begin/get_end, deadlines. See `Ledger`."""
+
+    leases: dict[int, IoLease]
+    stuck: dict[int, IoLease]
+    puts_in_flight: int
+    gets_in_flight: int
+    _next_op: int
+
+    def put_begin(self, handle: SlotHandle, *, deadline: float | None = None) -> IoLease:
+        """A lease to read a sealed slot. CapacityError: too many puts, or admitted requests may need the slot."""
+        self._running()
+        rec = self.granted(handle)
+        if not rec.sealed or rec.quarantined or rec.entry is None or rec.epoch != self.epoch:
+            raise self.broken(f"put of slot {rec.slot}, which is not cached in this epoch")
+        if self.puts_in_flight >= self.max_puts:
+            self.counters.e_capacity += 1
+            raise CapacityError(f"{self.puts_in_flight} puts in flight, {self.max_puts} allowed")
+        if self._counts_as_reachable(rec) and self.reachable - 1 < self.demand:
+            self.counters.e_capacity += 1
+            raise CapacityError(f"a put of slot {rec.slot} would pin a slot that admitted requests may need")
+        self._pin(rec)
+        rec.puts += 1
+        self.puts_in_flight += 1
+        self.counters.puts += 1
+        return self._lease("put", rec, deadline)
+
+    def put_end(self, op: int, *, rank: int = 0, ok: bool, error: ErrorClass = ErrorClass.IO) -> IoOutcome | None:
+        """One rank's terminal completion of a put. An outcome once all ranks are terminal; None before, or if stale."""
+        lease = self._complete(op, "put", rank, ok)
+        if lease is None:
+            return None
+        rec = self.records[lease.handle.slot]
+        rec.puts -= 1
+        self.puts_in_flight -= 1
+        self._settle(rec)
+        fault = self._fault(lease, error)
+        if fault is None:
+            self.counters.puts_ok += 1
+        return IoOutcome(lease, fault is None, fault)
+
+    def get_begin(
+        self, position: int, entry: object, *, deadline: float | None = None, after_step: int = 0
+    ) -> IoLease | None:
+        """A lease to load the state at `position` into a fresh slot; None if no slot or transfer can be spared.
+
+        `entry`: what the slot is cached as once the load is good. `after_step`: a later step to wait for.
+        """
+        self._running()
+        if position <= 0:
+            raise self.broken(f"get of the state at {position}")
+        if self.gets_in_flight >= self.max_gets or self.available <= self.demand:
+            self.counters.e_capacity += 1
+            return None
+        if not self.free:
+            self.evict_oldest()
+        # The slot was free, yet under the early policy a step may still use it on the device.
+        rec = self.free[-1]
+        wait = max(rec.write_step, rec.read_step, after_step)
+        rec = self._take_many(1, rec.write_step)[0]
+        lease = self._lease("get", rec, deadline)
+        lease.after_step, lease.position, lease.entry = wait, position, entry
+        rec.get_op = lease.op
+        self.gets_in_flight += 1
+        self.counters.gets += 1
+        return lease
+
+    def get_cancel(self, op: int) -> None:
+        """Nobody wants the state any more. The slot stays LOADING until the transfer is terminal on all ranks."""
+        lease = self.leases.get(op)
+        if lease is not None:
+            lease.cancelled = True
+
+    def get_end(self, op: int, *, rank: int = 0, ok: bool, error: ErrorClass = ErrorClass.IO) -> IoOutcome | None:
+        """One rank's terminal completion of a get; `ok` = right size, header and checksum.
+
+        Published (sealed, with C) only if all ranks are ok, nobody cancelled, the weights are
+        the same and the pool runs; else the slot is free again.
+        """
+        lease = self._complete(op, "get", rank, ok)
+        if lease is None:
+            return None
+        rec = self.records[lease.handle.slot]
+        rec.get_op = 0
+        self.gets_in_flight -= 1
+        fault = self._fault(lease, error)
+        usable = fault is None and not lease.cancelled and lease.epoch == self.epoch and self.mode == "run"
+        if usable:
+            rec.sealed, rec.position, rec.entry = True, lease.position, lease.entry
+            self.counters.gets_ok += 1
+            self.log.append((self.submitted, "load", rec.slot, rec.position))
+        self._settle(rec)
+        return IoOutcome(lease, usable, fault)
+
+    def may_start(self, lease: IoLease) -> bool:
+        """Whether the transfer may touch memory now: the fence it waits for has passed and it is not revoked."""
+        return not lease.revoked and lease.after_step <= self.done
+
+    def expire(self, now: float) -> list[IoLease]:
+        """Quarantines the slot of every lease past its deadline and returns those leases."""
+        late = [lease for lease in self.leases.values() if lease.deadline is not None and lease.deadline <= now]
+        for lease in late:
+            del self.leases[lease.op]
+            self.stuck[lease.op] = lease
+            lease.cancelled = True
+            self.counters.e_stuck += 1
+            rec = self.records[lease.handle.slot]
+            if not rec.quarantined:
+                rec.quarantined = True
+                self.quarantined += 1
+            if lease.kind == "put":
+                rec.puts -= 1
+                self.puts_in_flight -= 1
+            else:
+                rec.get_op = 0
+                self.gets_in_flight -= 1
+            if rec.entry is not None:
+                self._uncache(rec, "stuck")
+            self.log.append((self.submitted, "quarantine", rec.slot, rec.position))
+        return late
+
+    def _lease(self, kind: str, rec: SlotRecord, deadline: float | None) -> IoLease:
+        op = self._next_op
+        self._next_op += 1
+        lease = IoLease(op, kind, self.handle(rec), self.ranks)
+        lease.after_step = max(rec.write_step, rec.read_step) if kind == "get" else rec.write_step
+        lease.position, lease.epoch, lease.deadline = rec.position, rec.epoch, deadline
+        self.leases[op] = lease
+        return lease
+
+    def _complete(self, op: int, kind: str, rank: int, ok: bool) -> IoLease | None:
+        """Takes one rank's completion; the lease once all ranks are in and it was not quarantined."""
+        lease = self.leases.get(op) or self.stuck.get(op)
+        bit = 1 << rank
+        if lease is None or lease.kind != kind or not lease.pending & bit:
+            self.counters.e_stale += 1
+            return None
+        lease.pending &= ~bit
+        if ok:
+            lease.succeeded += 1
+        else:
+            lease.failed += 1
+        if lease.pending:
+            return None
+        if self.stuck.pop(op, None) is not None:
+            self.counters.e_stale += 1
+            return None
+        del self.leases[op]
+        return lease
+
+    def _fault(self, lease: IoLease, error: ErrorClass) -> ErrorClass | None:
+        if lease.revoked:
+            return ErrorClass.STALE
+        if not lease.failed:
+            return None
+        if lease.succeeded:
+            error = ErrorClass.RANK
+        name = error.value.lower()
+        setattr(self.counters, name, getattr(self.counters, name) + 1)
+        return error

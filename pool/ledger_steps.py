@@ -1,0 +1,200 @@
+"""The ledger's operations on requests, steps and fences."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from .errors import CapacityError, ConfigError
+from .handles import SlotHandle
+from .ledger_base import LedgerBase
+from .slots import Holder, SlotRecord
+
+
+class StepLedger(LedgerBase):
+    """Admission, hits, drops, steps and fences. See `Ledger`."""
+
+    # Requests
+
+    def admit(self, request_id: Hashable) -> Holder:
+        """Registers a request and reserves what its steps may need. CapacityError: nothing changed, try later."""
+        self._running()
+        if request_id in self.holders:
+            raise self.broken(f"request {request_id!r} admitted twice")
+        charge = self._base_charge + 1
+        if self.reachable < self.demand + charge:
+            self.counters.e_capacity += 1
+            raise CapacityError(f"admission needs {charge} slot(s), {self.reachable - self.demand} can be spared")
+        holder = Holder(request_id)
+        self.holders[request_id] = holder
+        self.demand += charge
+        return holder
+
+    def hit(self, holder: Holder, handle: SlotHandle) -> None:
+        """Gives a request without state R on a cached slot. CapacityError: admitted requests may need that slot."""
+        self._running()
+        rec = self.granted(handle)
+        if holder.closed or holder.rec is not None:
+            raise self.broken(f"hit for request {holder.id!r}, which is closed or has state")
+        if not rec.sealed or rec.entry is None or rec.epoch != self.epoch:
+            raise self.broken(f"hit on slot {rec.slot}, which is not cached in this epoch")
+        if self._counts_as_reachable(rec) and self.reachable - 1 < self.demand:
+            self.counters.e_capacity += 1
+            raise CapacityError(f"pinning slot {rec.slot} would leave {self.reachable - 1} for {self.demand}")
+        self._pin(rec)
+        rec.readers += 1
+        holder.rec, holder.gen = rec, rec.gen
+        self.counters.hits += 1
+
+    def drop(self, holder: Holder) -> None:
+        """Ends a request's hold (finish, abort, preempt): O or R go at once, steps and transfers keep theirs."""
+        if holder.closed:
+            raise self.broken(f"request {holder.id!r} dropped twice")
+        rec = holder.rec
+        self.demand -= self._charge(holder)
+        holder.closed, holder.rec = True, None
+        del self.holders[holder.id]
+        self.counters.drops += 1
+        if rec is not None:
+            self._release_hold(holder, rec)
+            self._settle(rec)
+
+    def resolve(self, holder: Holder, position: int) -> None:
+        """States the exact position of a request's state once the accepted count of its last step is known."""
+        rec = holder.rec
+        if rec is None or rec.owner is not holder or position < 0:
+            raise self.broken(f"resolve of request {holder.id!r} to {position}: it owns no slot")
+        rec.position = position
+
+    # Steps
+
+    def begin_step(self) -> int:
+        """Opens the next step for planning and returns its number. Close it with submit or abandon."""
+        self._running()
+        if self._planned:
+            raise self.broken(f"step {self._planned} is still open")
+        self._planned = self.submitted + 1
+        return self._planned
+
+    def alloc(self, step: int) -> SlotHandle:
+        """A slot that `step` writes; evicts the least recently used checkpoint if needed. CapacityError if none."""
+        self._planning(step)
+        rec = self._take_many(1, step)[0]
+        self._plan.append(rec)
+        return self.handle(rec)
+
+    def alloc_besteffort(self, step: int) -> SlotHandle | None:
+        """A slot for an export of `step`, or None when admitted requests may need all that is left."""
+        self._planning(step)
+        if self.available <= self.demand:
+            self.counters.exports_skipped += 1
+            return None
+        return self.alloc(step)
+
+    def abandon(self, step: int) -> None:
+        """Closes a planned step that is not submitted: its allocations go back."""
+        self._planning(step)
+        self._planned = 0
+        plan, self._plan = self._plan, []
+        for rec in plan:
+            # Not 0: under the early policy an earlier step may still write it on the device.
+            rec.write_step = self.release_step
+            self._settle(rec)
+
+    def submit(
+        self, step: int, holders: Sequence[Holder], counts: Sequence[int] | None = None
+    ) -> tuple[list[int], list[int]]:
+        """Closes the plan: per request the slot to read (-1 = none) and the slot to write.
+
+        In place iff the slot is the request's own and unsealed; else a fresh slot is written and the old one is read
+        only. `counts[i]` = tokens the step adds to request i (default 1), UNRESOLVED if known on the device alone.
+        CapacityError: nothing changed, the step stays open; wait for a fence and call again, or abandon.
+        """
+        self._planning(step)
+        if counts is None:
+            counts = [1] * len(holders)
+        if len(counts) != len(holders):
+            raise ConfigError("counts", len(counts), f"one per request ({len(holders)})")
+        if len(set(holders)) != len(holders):
+            raise self.broken("one request twice in a step")
+        always = not self.in_place
+        movers = [h for h in holders if always or (rec := h.rec) is None or rec.owner is not h]
+        for holder in movers:
+            if holder.closed:
+                raise self.broken(f"step for request {holder.id!r}, which is closed")
+        fresh = self._take_many(len(movers), step)
+        self.submitted = step
+        self._planned = 0
+        self._publishes = 0
+        self._last_rows, self._last_counts = (holders, counts), None
+        self.counters.steps += 1
+        self.counters.rows += len(holders)
+        self.counters.rows_moved += len(movers)
+        reads: list[int] = []
+        writes: list[int] = []
+        in_place = self.in_place
+        for holder, count in zip(holders, counts):
+            rec = holder.rec
+            if in_place and rec is not None and rec.owner is holder:
+                if rec.gen != holder.gen or rec.sealed:
+                    raise self.broken(f"write of request {holder.id!r} in place: slot {rec.slot} is sealed or stale")
+                rec.write_step = step
+                rec.position += count
+                slot = rec.slot
+                reads.append(slot)
+                writes.append(slot)
+            else:
+                reads.append(-1 if rec is None else rec.slot)
+                writes.append(self._move(holder, rec, fresh.pop(), step, count))
+        plan, self._plan = self._plan, []
+        for rec in plan:
+            self._settle(rec)
+        return reads, writes
+
+    def _move(self, holder: Holder, old: SlotRecord | None, new: SlotRecord, step: int, count: int) -> int:
+        new.position = count
+        if not self._owns(holder):
+            self.demand -= 1
+        if old is not None:
+            if old.gen != holder.gen:
+                raise self.broken(f"request {holder.id!r} reads slot {old.slot} of another life")
+            new.position += old.position
+            self._release_hold(holder, old)
+            old.read_step = step
+            self._settle(old)
+        new.owner = holder
+        holder.rec, holder.gen = new, new.gen
+        return new.slot
+
+    def step_launched(self, step: int) -> None:
+        """The step's kernels are queued and its fence is recorded. The early policy releases step tokens here."""
+        if not self.launched < step <= self.submitted:
+            raise self.broken(f"step {step} launched after {self.launched}, submitted {self.submitted}")
+        self.launched = step
+        if not self.late:
+            self._release_to(step)
+
+    def step_done(self, step: int, rank: int = 0) -> None:
+        """The fence of `step` has passed on `rank`. A fence that has passed before is counted and ignored."""
+        if step > self.submitted:
+            raise self.broken(f"fence of step {step}, but only {self.submitted} were submitted")
+        if step <= self._rank_done[rank]:
+            self.counters.e_stale += 1
+            return
+        self._rank_done[rank] = step
+        done = min(self._rank_done)
+        for number in range(self.done + 1, done + 1):
+            self._products.pop(number, None)
+        if done > self.done:
+            self.done = done
+            self._release_to(done)
+
+    def _release_to(self, step: int) -> None:
+        if step <= self.release_step:
+            return
+        first, self.release_step = self.release_step + 1, step
+        for number in range(first, step + 1):
+            for rec in self._draining.pop(number, ()):
+                if rec.waits_for == number:
+                    rec.waits_for = 0
+                    self.waiting -= 1
+                    self._settle(rec)

@@ -1,0 +1,379 @@
+"""Lifecycle: what a scheduler calls, from admission to completion, with ledger and index kept in step.
+
+No payload is copied anywhere here: a checkpoint is published by sealing the slot it is in, and restored by reading that
+slot and writing another.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from .errors import CapacityError, StuckLeaseError
+from .fences import Fence, FenceQueue
+from .handles import SlotHandle
+from .index import CheckpointIndex, IndexEntry
+from .leases import IoLease, IoOutcome
+from .ledger import Ledger
+from .prefix import PrefixKey
+from .slots import UNRESOLVED, Holder
+
+if TYPE_CHECKING:
+    from .pool import StatePool
+
+
+class Phase(str, Enum):
+    """Where a request is. WAITING and LOADING hold no slot."""
+
+    WAITING = "waiting"
+    LOADING = "loading"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+class StateRequest:
+    """One request. `key` names its tokens so far; `resumed` of them came from a checkpoint at the last admission."""
+
+    __slots__ = ("holder", "id", "key", "load_op", "phase", "resumed")
+
+    def __init__(self, request_id: Hashable, key: PrefixKey) -> None:
+        self.id, self.key = request_id, key
+        self.phase = Phase.WAITING
+        self.holder: Holder | None = None
+        self.resumed = 0
+        self.load_op = 0
+
+    @property
+    def position(self) -> int:
+        """Tokens its state stands for; negative while the host does not know (drafts in flight)."""
+        return 0 if self.holder is None else self.holder.position
+
+
+@dataclass(slots=True)
+class StepRow:
+    """One request in a step: `tokens` new tokens (UNRESOLVED for a draft step), checkpoints wanted at `positions`."""
+
+    request: StateRequest
+    tokens: int = 1
+    positions: Sequence[int] = ()
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What the kernels of one step need. Row i reads `read_ids[i]` and writes `write_ids[i]`; -1 = none.
+
+    `positions[i]`: tokens before the step (negative: only the device knows). Checkpoints of row i are entries
+    `cu[i] .. cu[i+1]` of `ends` (token counts within this call, ascending) and `slots`. `entries`: what was cached.
+    """
+
+    step: int
+    read_ids: list[int]
+    write_ids: list[int]
+    positions: list[int]
+    cu: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    entries: list[IndexEntry] = field(default_factory=list)
+
+
+class Lifecycle:
+    """Requests over one ledger and index. One thread calls it."""
+
+    def __init__(self, ledger: Ledger, index: CheckpointIndex, pool: StatePool | None = None) -> None:
+        self.ledger, self.index, self.pool = ledger, index, pool
+        self.fences = FenceQueue(ledger)
+        self.requests: dict[Hashable, StateRequest] = {}
+        self.skipped_checkpoints = 0
+        self._loads: dict[int, tuple[IoLease, list[StateRequest]]] = {}
+
+    # Requests
+
+    def add(self, request_id: Hashable, key: PrefixKey) -> StateRequest:
+        """A new request, waiting. It holds nothing yet."""
+        if request_id in self.requests:
+            raise self.ledger.broken(f"request {request_id!r} added twice")
+        request = self.requests[request_id] = StateRequest(request_id, key)
+        return request
+
+    def admit(
+        self, request: StateRequest, *, limit: int | None = None, usable: Callable[[int], bool] | None = None
+    ) -> bool:
+        """Starts a waiting request on the longest usable checkpoint. False: it has to wait for slots; nothing changed.
+
+        After True compute from token `request.resumed` on. `limit` and `usable` as in `CheckpointIndex.lookup`.
+        """
+        if request.phase is not Phase.WAITING:
+            raise self.ledger.broken(f"admission of request {request.id!r}, which is {request.phase.value}")
+        try:
+            request.holder = self.ledger.admit(request.id)
+        except CapacityError:
+            return False
+        request.phase = Phase.RUNNING
+        request.resumed = self.index.hit(request.holder, request.key, limit=limit, usable=usable)
+        return True
+
+    def extend(self, request: StateRequest, tokens: Sequence[int]) -> None:
+        """Appends generated tokens to the request's key."""
+        request.key = request.key.extended(tokens)
+
+    def resolve(self, request: StateRequest, position: int) -> None:
+        """States the exact position of a request's state once its accepted drafts are known."""
+        self.ledger.resolve(self._holder(request), position)
+
+    def finish(self, request: StateRequest, *, publish: bool = True) -> IndexEntry | None:
+        """Ends a request. Its last state becomes a checkpoint if `publish` and it may: no copy, the slot changes hands."""
+        return self._end(request, Phase.ENDED, publish)
+
+    def preempt(self, request: StateRequest, *, publish: bool = True) -> IndexEntry | None:
+        """Takes a running request's slots; it waits for admission again and resumes from the longest checkpoint left."""
+        return self._end(request, Phase.WAITING, publish)
+
+    def cancel(self, request: StateRequest) -> None:
+        """Ends a request in any phase. Slots that steps or transfers still use come back when those are done."""
+        if request.phase is Phase.LOADING:
+            self._stop_waiting(request)
+            request.phase = Phase.ENDED
+            del self.requests[request.id]
+        elif request.phase is not Phase.ENDED:
+            self._end(request, Phase.ENDED, False)
+
+    def _end(self, request: StateRequest, phase: Phase, publish: bool) -> IndexEntry | None:
+        entry = None
+        holder, request.holder = request.holder, None
+        if phase is Phase.ENDED:
+            del self.requests[request.id]
+        request.phase, request.resumed = phase, 0
+        if holder is None:
+            return None
+        exact = holder.owns and 0 < holder.position <= len(request.key)
+        if publish and exact and not holder.tainted and self.ledger.mode == "run":
+            entry = self.index.reserve(request.key, holder.position, "final")
+            if entry is not None:
+                handle = self.ledger.publish_final(holder, holder.position, entry)
+                if handle is None:
+                    return None
+                self.index.confirm(entry, handle)
+                return entry
+        self.ledger.drop(holder)
+        return None
+
+    def _holder(self, request: StateRequest) -> Holder:
+        if request.holder is None:
+            raise self.ledger.broken(f"request {request.id!r} is {request.phase.value}, not running")
+        return request.holder
+
+    # Steps
+
+    def plan(self, rows: Sequence[StepRow]) -> StepPlan:
+        """Plans and submits the next step. Launch its kernels, then call `launched`.
+
+        A checkpoint inside a row is an extra output of the kernels; one at a row's end is the running slot itself, sealed
+        in place. Checkpoints that find no slot are skipped. CapacityError: nothing changed; wait for a fence or preempt.
+        """
+        ledger = self.ledger
+        holders = [self._holder(row.request) for row in rows]
+        before = [holder.position for holder in holders]
+        step = ledger.begin_step()
+        try:
+            exports = self._reserve(step, rows, before)
+            reads, writes = ledger.submit(step, holders, [row.tokens for row in rows])
+        except BaseException:
+            if ledger.submitted < step:
+                ledger.abandon(step)
+            raise
+        plan = StepPlan(step, reads, writes, before, cu=[0])
+        for number, row in enumerate(rows):
+            for entry, handle in exports.get(number, ()):
+                self._export(plan, step, holders[number], before[number], entry, handle)
+            plan.cu.append(len(plan.ends))
+            end = before[number] + row.tokens
+            if end > 0 and end in row.positions:
+                published = self.publish(row.request)
+                if published is not None:
+                    plan.entries.append(published)
+        return plan
+
+    def _reserve(
+        self, step: int, rows: Sequence[StepRow], before: Sequence[int]
+    ) -> dict[int, list[tuple[IndexEntry, SlotHandle]]]:
+        exports: dict[int, list[tuple[IndexEntry, SlotHandle]]] = {}
+        for number, row in enumerate(rows):
+            if not row.positions or before[number] < 0 or row.tokens <= 0:
+                continue
+            start, end = before[number], before[number] + row.tokens
+            for position in sorted(set(row.positions)):
+                if not start < position < end:
+                    continue
+                spare = self.ledger.available > self.ledger.demand
+                entry = self.index.reserve(row.request.key, position, "export") if spare else None
+                handle = None if entry is None else self.ledger.alloc_besteffort(step)
+                if entry is None or handle is None:
+                    self.skipped_checkpoints += 1
+                else:
+                    exports.setdefault(number, []).append((entry, handle))
+        return exports
+
+    def _export(
+        self, plan: StepPlan, step: int, holder: Holder, start: int, entry: IndexEntry, handle: SlotHandle
+    ) -> None:
+        # Another row of this very step may have the same prefix: the first one is cached.
+        known = self.index.get(entry.key, entry.position) is not None
+        if known or not self.ledger.export(step, handle, holder, entry.position, entry):
+            self.skipped_checkpoints += 1
+            return
+        self.index.confirm(entry, handle)
+        plan.ends.append(entry.position - start)
+        plan.slots.append(handle.slot)
+        plan.entries.append(entry)
+
+    def publish(self, request: StateRequest, *, kind: str = "publish") -> IndexEntry | None:
+        """Makes the request's present state a checkpoint without copying it. None if it may not or need not be one.
+
+        The state must be exact: `request.position` tokens of `request.key`, with no draft waiting to be folded in.
+        """
+        holder = self._holder(request)
+        position = holder.position
+        if position < 0:
+            raise self.ledger.broken(f"publish of request {request.id!r} whose position the host does not know")
+        if not self.ledger.may_publish(holder) or not 0 < position <= len(request.key):
+            self.skipped_checkpoints += 1
+            return None
+        entry = self.index.reserve(request.key, position, kind)
+        handle = None if entry is None else self.ledger.publish(holder, position, entry)
+        if entry is None or handle is None:
+            self.skipped_checkpoints += 1
+            return None
+        self.index.confirm(entry, handle)
+        return entry
+
+    def launched(self, step: int, fence: Fence | None = None) -> None:
+        """The step's kernels are queued; `fence` was recorded after them (None: they have already run)."""
+        self.fences.record(step, fence)
+
+    def poll(self) -> int:
+        """Takes in every fence that has passed; returns the last step that is done."""
+        return self.fences.poll()
+
+    def failed(self, step: int) -> list[StateRequest]:
+        """A submitted step failed: its checkpoints are revoked, requests that lost their state wait for admission again."""
+        lost = {id(holder) for holder in self.ledger.step_failed(step)}
+        requests = [request for request in self.requests.values() if id(request.holder) in lost]
+        for request in requests:
+            self.preempt(request, publish=False)
+        return requests
+
+    # Transfers
+
+    def begin_put(self, entry: IndexEntry, *, deadline: float | None = None) -> IoLease | None:
+        """A lease for storing a checkpoint; None while the caps or admitted requests leave no room."""
+        try:
+            return self.ledger.put_begin(entry.handle, deadline=deadline)
+        except CapacityError:
+            return None
+
+    def begin_load(self, request: StateRequest, position: int, *, deadline: float | None = None) -> IoLease | None:
+        """A waiting request asks the store for the state at `position`; None: recompute. Two that ask for one share it."""
+        if request.phase is not Phase.WAITING:
+            raise self.ledger.broken(f"load for request {request.id!r}, which is {request.phase.value}")
+        for lease, waiting in self._loads.values():
+            if lease.position == position and isinstance(lease.entry, IndexEntry) and not lease.cancelled:
+                key = lease.entry.key
+                if key.digest(position) == request.key.digest(position):
+                    waiting.append(request)
+                    request.phase, request.load_op = Phase.LOADING, lease.op
+                    return lease
+        entry = self.index.reserve(request.key, position, "load")
+        begun = None if entry is None else self.ledger.get_begin(position, entry, deadline=deadline)
+        if begun is not None:
+            self._loads[begun.op] = (begun, [request])
+            request.phase, request.load_op = Phase.LOADING, begun.op
+        return begun
+
+    def end_load(self, op: int, *, rank: int = 0, ok: bool) -> IoOutcome | None:
+        """One rank's completion of a load. Once all are in, the requests wait for admission, whatever the outcome."""
+        outcome = self.ledger.get_end(op, rank=rank, ok=ok)
+        if outcome is None:
+            return None
+        entry = outcome.lease.entry
+        if outcome.ok and isinstance(entry, IndexEntry):
+            if self.index.get(entry.key, entry.position) is None:
+                self.index.confirm(entry, outcome.lease.handle)
+            else:
+                self.ledger.uncache(outcome.lease.handle, "duplicate")
+        self._wake_waiting(op)
+        return outcome
+
+    def expire(self, now: float) -> list[IoLease]:
+        """Quarantines the slots of transfers past their deadline; requests that waited for one recompute."""
+        late = self.ledger.expire(now)
+        for lease in late:
+            self._wake_waiting(lease.op)
+        return late
+
+    def _wake_waiting(self, op: int) -> None:
+        for request in self._loads.pop(op, (None, []))[1]:
+            request.phase, request.load_op = Phase.WAITING, 0
+
+    def _stop_waiting(self, request: StateRequest) -> None:
+        _, waiting = self._loads.get(request.load_op, (None, [request]))
+        waiting.remove(request)
+        if not waiting:
+            self.ledger.get_cancel(request.load_op)
+        request.load_op = 0
+
+    # The pool's modes
+
+    def new_weights(self) -> list[StateRequest]:
+        """New weights: all checkpoints go; returns the running requests whose state now mixes weights (never published)."""
+        tainted = {id(holder) for holder in self.ledger.bump_epoch()}
+        return [request for request in self.requests.values() if id(request.holder) in tainted]
+
+    def sleep(
+        self,
+        *,
+        deadline_s: float,
+        progress: Callable[[], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Drains and frees the memory. Running requests wait for admission after the wake.
+
+        `progress` takes in transfer completions while this waits. StuckLeaseError when a step or transfer is still live
+        after `deadline_s`: the memory is kept and the pool stays drained; call again, or `resume`.
+        """
+        if self.ledger.mode == "run":
+            self.ledger.drain()
+        for request in list(self.requests.values()):
+            if request.holder is not None:
+                self.preempt(request, publish=False)
+        limit = clock() + deadline_s
+        while True:
+            self.poll()
+            if progress is not None:
+                progress()
+            if self.ledger.quiet():
+                break
+            if clock() >= limit:
+                raise StuckLeaseError(
+                    f"sleep waited {deadline_s} s: steps done {self.ledger.done} of {self.ledger.submitted}, "
+                    f"{len(self.ledger.leases) + len(self.ledger.stuck)} transfers without an end"
+                )
+            time.sleep(0.0005)
+        self.ledger.sleep()
+        if self.pool is not None:
+            self.pool.release()
+
+    def resume(self) -> None:
+        """Runs on after a sleep that failed."""
+        self.ledger.resume()
+
+    def wake(self) -> None:
+        """New memory, a new incarnation, an empty index."""
+        if self.pool is not None:
+            self.pool.allocate()
+        self.ledger.wake()
+
+
+__all__ = ["UNRESOLVED", "Lifecycle", "Phase", "StateRequest", "StepPlan", "StepRow"]

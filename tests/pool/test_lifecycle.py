@@ -1,0 +1,561 @@
+"""Requests through the pool: a small scheduler over a simulated model whose state is the exact prefix it has seen."""
+
+import contextlib
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from compact_state.pool import (
+    UNRESOLVED,
+    CapacityError,
+    CheckpointIndex,
+    InvariantError,
+    Ledger,
+    Lifecycle,
+    Phase,
+    PoolClosedError,
+    PrefixKey,
+    StateRequest,
+    StepPlan,
+    StepRow,
+    StuckLeaseError,
+)
+from compact_state.pool.invariants import check
+
+
+class Manual:
+    """A fence that passes when the test says so."""
+
+    def __init__(self) -> None:
+        self.open = False
+
+    def passed(self) -> bool:
+        return self.open
+
+    def wait(self) -> None:
+        self.open = True
+
+
+class World:
+    """A lifecycle over slots whose content is the prefix they stand for; every read is compared with what is expected."""
+
+    def __init__(self, slots: int, budget: int | None = None, **options: object) -> None:
+        self.ledger = Ledger(slots, **options)  # type: ignore[arg-type]
+        self.index = CheckpointIndex(self.ledger, budget_slots=budget)
+        self.life = Lifecycle(self.ledger, self.index)
+        self.memory: list[bytes | None] = [b"garbage"] * slots
+        self.ledger.on_free = self.poison
+        self.queue: list[tuple[StepPlan, list[StepRow], list[PrefixKey], Manual] | int] = []
+
+    def poison(self, slot: int) -> None:
+        """A fill in stream order: under the early policy steps that still read the slot are queued before it."""
+        self.queue.append(slot)
+
+    def request(self, name: object, tokens: Sequence[int], **key: object) -> StateRequest:
+        return self.life.add(name, PrefixKey(tokens, **key))  # type: ignore[arg-type]
+
+    def step(self, rows: list[StepRow], *, run: bool = True) -> StepPlan:
+        plan = self.life.plan(rows)
+        fence = Manual()
+        self.queue.append((plan, rows, [row.request.key for row in rows], fence))
+        self.life.launched(plan.step, fence)
+        check(self.ledger, self.index)
+        if run:
+            self.run()
+        return plan
+
+    def run(self) -> None:
+        """The device executes everything queued, in order."""
+        while self.queue:
+            item = self.queue.pop(0)
+            if isinstance(item, int):
+                self.memory[item] = b"poison"
+                continue
+            plan, rows, keys, fence = item
+            for number, (row, key) in enumerate(zip(rows, keys)):
+                start = plan.positions[number]
+                read = plan.read_ids[number]
+                assert (read < 0) == (start == 0)
+                if read >= 0:
+                    assert self.memory[read] == key.slice(0, start), "the step reads another state than it expects"
+                for end, slot in list(zip(plan.ends, plan.slots))[plan.cu[number] : plan.cu[number + 1]]:
+                    self.memory[slot] = key.slice(0, start + end)
+                self.memory[plan.write_ids[number]] = key.slice(0, start + row.tokens)
+            fence.open = True
+            self.life.poll()
+            check(self.ledger, self.index)
+        for entry in self.index.entries():
+            assert self.memory[entry.handle.slot] == entry.key.slice(0, entry.position), "label and content differ"
+
+    def prefill(self, request: StateRequest, pieces: Sequence[int], positions: Sequence[int] = ()) -> None:
+        for piece in pieces:
+            self.step([StepRow(request, piece, positions)])
+
+    def idle(self) -> None:
+        """Every slot is free or cached."""
+        self.run()
+        assert len(self.ledger.free) + self.index.size == self.ledger.num_slots
+        assert self.ledger.demand == 0
+
+
+def test_publish_is_the_same_slot_and_the_next_step_writes_another() -> None:
+    world = World(3)
+    request = world.request("a", range(12))
+    assert world.life.admit(request)
+    first = world.step([StepRow(request, 5)])
+    assert (first.read_ids, first.positions) == ([-1], [0])
+    again = world.step([StepRow(request, 1)])
+    assert again.read_ids == again.write_ids == first.write_ids
+    entry = world.life.publish(request)
+    assert entry is not None
+    assert entry.handle.slot == first.write_ids[0]
+    assert entry.position == 6
+    after = world.step([StepRow(request, 1)])
+    assert after.read_ids == first.write_ids
+    assert after.write_ids != after.read_ids
+    world.life.finish(request, publish=False)
+    other = world.request("b", range(12))
+    assert world.life.admit(other)
+    assert other.resumed == 6
+    restored = world.step([StepRow(other, 2)])
+    assert restored.read_ids == [entry.handle.slot]
+    assert restored.write_ids != restored.read_ids
+    world.life.finish(other)
+    world.idle()
+
+
+def test_checkpoints_inside_a_row_and_at_its_end() -> None:
+    world = World(8)
+    request = world.request("a", range(40))
+    assert world.life.admit(request)
+    plan = world.step([StepRow(request, 32, positions=range(8, 33, 8))])
+    assert (plan.cu, plan.ends) == ([0, 3], [8, 16, 24])
+    assert [entry.position for entry in plan.entries] == [8, 16, 24, 32]
+    assert plan.entries[-1].handle.slot == plan.write_ids[0]
+    world.life.finish(request)
+    world.idle()
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("policy", ["late", "early"])
+@pytest.mark.parametrize("seed", range(4))
+def test_random_traffic_computes_every_state_right(seed: int, policy: str, in_place: bool) -> None:
+    rng = random.Random(seed)
+    world = World(11, budget=5, policy=policy, in_place=in_place, max_publishes_per_step=2)
+    prefixes = [[rng.randrange(9) for _ in range(40)] for _ in range(3)]
+    waiting = []
+    for name in range(60):
+        tokens = prefixes[rng.randrange(3)][: rng.randrange(4, 40)] + [rng.randrange(9) for _ in range(5)]
+        waiting.append(world.request(name, tokens))
+    running: list[StateRequest] = []
+    steps = 0
+    while waiting or running:
+        steps += 1
+        assert steps < 5000, "no progress"
+        while waiting and len(running) < 4 and world.life.admit(waiting[0]):
+            running.append(waiting.pop(0))
+        rows = []
+        for request in rng.sample(running, len(running)):
+            left = len(request.key) - request.position
+            rows.append(StepRow(request, min(left, rng.randrange(1, 9)), positions=range(4, 48, 4)))
+        if rows:
+            try:
+                world.step(rows, run=rng.random() < 0.5)
+            except CapacityError:
+                assert len(world.life.fences), "refused although no step is outstanding"
+                world.run()
+        for request in list(running):
+            if request.position == len(request.key):
+                running.remove(request)
+                world.life.finish(request, publish=rng.random() < 0.7)
+            elif rng.random() < 0.03:
+                running.remove(request)
+                world.life.cancel(request)
+            elif rng.random() < 0.03:
+                running.remove(request)
+                waiting.append(request)
+                world.life.preempt(request)
+        check(world.ledger, world.index)
+    world.idle()
+    assert world.index.hit_tokens > 0
+
+
+def test_admission_reserves_what_decode_needs() -> None:
+    """Two slots, two requests that publish after every step they can: neither ever waits for ever."""
+    world = World(3)
+    requests = [world.request(name, [name] * 30) for name in range(4)]
+    admitted = [request for request in requests if world.life.admit(request)]
+    assert len(admitted) == 3
+    for _ in range(20):
+        world.step([StepRow(request) for request in admitted])
+        for request in admitted:
+            world.life.publish(request)
+    assert world.ledger.counters.publishes_refused == 0
+    assert world.life.skipped_checkpoints > 0
+    for request in requests:
+        world.life.cancel(request)
+    world.idle()
+
+
+def test_G10_cancel_at_each_point_restores_the_free_count() -> None:
+    world = World(4)
+    seed = world.request("seed", range(20))
+    assert world.life.admit(seed)
+    world.prefill(seed, [16, 4])
+    entry = world.life.finish(seed)
+    assert entry is not None
+    for point in ("before admission", "admitted", "first chunk", "middle chunk", "queued step"):
+        request = world.request(point, [*range(20), *range(50, 90)])
+        if point != "before admission":
+            assert world.life.admit(request)
+            assert request.resumed == 20
+        if point in ("first chunk", "middle chunk"):
+            world.prefill(request, [8] * (1 if point == "first chunk" else 2))
+        if point == "queued step":
+            world.step([StepRow(request, 8)], run=False)
+        world.life.cancel(request)
+        world.idle()
+        assert world.index.size == 1
+        assert len(world.ledger.evictable) == 1, "the cached source stays pinned"
+
+
+def test_G12_a_cancelled_requests_slots_wait_for_its_kernel() -> None:
+    world = World(3)
+    request = world.request("a", range(30))
+    assert world.life.admit(request)
+    world.prefill(request, [10])
+    plan = world.step([StepRow(request, 10)], run=False)
+    free = len(world.ledger.free)
+    world.life.cancel(request)
+    assert len(world.ledger.free) == free
+    assert world.ledger.condition(plan.write_ids[0]).value == "draining"
+    frees = world.ledger.counters.frees
+    world.run()
+    assert world.ledger.counters.frees == frees + 1
+    assert world.index.size == 0
+    world.idle()
+
+
+def test_G14_no_checkpoint_slot_is_no_error_and_no_live_slot_is_a_wait() -> None:
+    world = World(8, max_puts=8)
+    cached = []
+    for name in range(4):
+        request = world.request(name, [name] * 10)
+        assert world.life.admit(request)
+        world.prefill(request, [10])
+        cached.append(world.life.finish(request))
+    leases = [world.life.begin_put(entry) for entry in cached if entry]
+    assert all(leases)
+    live = [world.request(("live", name), [10 + name] * 20) for name in range(4)]
+    assert all(world.life.admit(request) for request in live)
+    plan = world.step([StepRow(request, 8, positions=[4, 8]) for request in live])
+    assert plan.entries == []
+    assert not world.life.admit(world.request("late", range(5)))
+    for lease in leases:
+        assert lease is not None
+        world.ledger.put_end(lease.op, ok=True)
+    assert world.life.admit(world.life.requests["late"])
+
+
+def test_G1_first_piece_of_one_or_two_tokens_reads_nothing() -> None:
+    for piece in (1, 2):
+        world = World(2)
+        request = world.request("a", range(60))
+        assert world.life.admit(request)
+        plan = world.step([StepRow(request, piece)])
+        assert plan.read_ids == [-1]
+        world.prefill(request, [1] * 50)
+        assert world.memory[plan.write_ids[0]] == request.key.slice(0, piece + 50)
+
+
+def test_G2_G4_poisoned_slots_never_reach_a_read() -> None:
+    world = World(1)
+    for secret in range(20):
+        request = world.request(secret, [secret] * 9)
+        assert world.life.admit(request)
+        world.prefill(request, [4, 1, 1, 1])
+        world.life.finish(request, publish=secret % 2 == 0)
+        world.run()
+    assert world.ledger.counters.frees == 20 - world.index.size
+
+
+def test_G6_host_far_ahead_every_chunk_is_stored_as_it_was() -> None:
+    for policy in ("late", "early"):
+        world = World(12, policy=policy)
+        request = world.request("a", range(48))
+        assert world.life.admit(request)
+        for _ in range(3):
+            world.step([StepRow(request, 16, positions=range(8, 49, 8))], run=False)
+        world.run()
+        assert sorted(entry.position for entry in world.index.entries()) == [8, 16, 24, 32, 40, 48]
+
+
+def test_G9_a_thousand_requests_leave_nothing_behind() -> None:
+    rng = random.Random(9)
+    world = World(16, budget=8)
+    running: list[StateRequest] = []
+    for number in range(1000):
+        request = world.request(
+            number % 50 if number % 50 not in world.life.requests else ("x", number), [number % 7] * 8
+        )
+        if world.life.admit(request):
+            running.append(request)
+        if running:
+            rows = [StepRow(r) for r in running if r.position < len(r.key)]
+            if rows:
+                with contextlib.suppress(CapacityError):
+                    world.step(rows, run=False)
+            world.run()
+        while running and (len(running) > 5 or rng.random() < 0.4):
+            ended = running.pop(rng.randrange(len(running)))
+            world.life.cancel(ended) if rng.random() < 0.5 else world.life.finish(ended)
+        if request.phase is Phase.WAITING:
+            world.life.cancel(request)
+    for request in running:
+        world.life.cancel(request)
+    assert not world.life.requests
+    world.idle()
+
+
+def test_H1_every_checkpoint_says_what_it_holds() -> None:
+    world = World(32)
+    prompt = list(range(2002))
+    request = world.request("a", prompt)
+    assert world.life.admit(request)
+    world.prefill(request, [364, 1236, 402], positions=[331, 364, 1599, 1600, 1601, 2002])
+    world.life.finish(request, publish=False)
+    assert sorted(entry.position for entry in world.index.entries()) == [331, 364, 1599, 1600, 1601, 2002]
+    for resume in (331, 1599, 1601, 2531, 3011):
+        longer = world.request(
+            ("r", resume), [*prompt[: min(resume, 2002)], *range(5000, 5000 + max(resume - 2002, 0)), 9]
+        )
+        assert world.life.admit(longer)
+        assert longer.resumed == max(p for p in (331, 364, 1599, 1600, 1601, 2002) if p <= resume)
+        world.prefill(longer, [len(longer.key) - longer.position])
+        world.life.finish(longer, publish=False)
+    world.idle()
+
+
+def test_I9_boundaries_of_prompt_and_generation_are_saved_and_reused() -> None:
+    world = World(16)
+    request = world.request("a", range(100))
+    assert world.life.admit(request)
+    world.prefill(request, [100], positions=range(64, 1000, 64))
+    for token in range(156):
+        world.life.extend(request, [1000 + token])
+        world.step([StepRow(request, positions=range(64, 1000, 64))])
+    assert sorted(entry.position for entry in world.index.entries()) == [64, 128, 192, 256]
+    key = request.key
+    world.life.finish(request, publish=False)
+    follow = world.life.add("b", key.extended(range(20)))
+    assert world.life.admit(follow)
+    assert follow.resumed == 256
+    capped = world.life.add("c", key.extended(range(20)))
+    assert world.life.admit(capped, limit=255)
+    assert capped.resumed == 192
+
+
+def test_F9_draft_steps_publish_only_exact_positions() -> None:
+    world = World(4)
+    request = world.request("a", range(200))
+    assert world.life.admit(request)
+    world.prefill(request, [61])
+    world.life.plan([StepRow(request, UNRESOLVED)])
+    assert request.position < 0
+    with pytest.raises(InvariantError, match="does not know"):
+        world.life.publish(request)
+    world.life.resolve(request, 64)
+    assert world.life.publish(request).position == 64  # type: ignore[union-attr]
+    with pytest.raises(InvariantError, match="owns no slot"):
+        world.life.resolve(request, 65)
+
+
+def test_a_failed_step_takes_its_checkpoints_and_states_with_it() -> None:
+    world = World(10)
+    good = world.request("good", [7] * 40)
+    assert world.life.admit(good)
+    world.prefill(good, [8], positions=[8])
+    bad = world.request("bad", range(40))
+    assert world.life.admit(bad)
+    plan = world.step([StepRow(bad, 16, positions=[8, 16])], run=False)
+    reader = world.request("reader", range(40))
+    assert world.life.admit(reader)
+    assert reader.resumed == 16
+    lease = world.life.begin_put(plan.entries[0])
+    assert lease is not None
+    assert not world.ledger.may_start(lease)
+    lost = world.life.failed(plan.step)
+    assert {request.id for request in lost} == {"bad", "reader"}
+    assert [entry.position for entry in world.index.entries()] == [8]
+    assert lease.revoked
+    outcome = world.ledger.put_end(lease.op, ok=False)
+    assert outcome is not None
+    assert not outcome.ok
+    world.queue.clear()
+    world.ledger.step_done(plan.step)
+    assert world.life.admit(bad)
+    assert bad.resumed == 0
+    world.prefill(bad, [16])
+    check(world.ledger, world.index)
+
+
+def test_new_weights_clear_the_cache_and_taint_what_runs() -> None:
+    world = World(8)
+    request = world.request("a", range(60))
+    idle = world.request("idle", range(60))
+    assert world.life.admit(request)
+    world.prefill(request, [16], positions=[8, 16])
+    assert [r.id for r in world.life.new_weights()] == ["a"]
+    assert world.index.size == 0
+    assert world.index.removed == {"epoch": 2}
+    world.prefill(request, [16], positions=[24, 32])
+    assert world.index.size == 0
+    assert world.life.publish(request) is None
+    assert world.life.finish(request) is None
+    assert world.life.admit(idle)
+    assert idle.resumed == 0
+    world.prefill(idle, [16], positions=[16])
+    assert [entry.epoch for entry in world.index.entries()] == [1]
+
+
+def test_sleep_waits_for_steps_and_transfers_and_never_frees_under_them() -> None:
+    world = World(6)
+    request = world.request("a", range(60))
+    assert world.life.admit(request)
+    world.prefill(request, [16], positions=[16])
+    (entry,) = world.index.entries()
+    lease = world.life.begin_put(entry)
+    assert lease is not None
+    world.step([StepRow(request, 4)], run=False)
+    with pytest.raises(StuckLeaseError, match="steps done 1 of 2"):
+        world.life.sleep(deadline_s=0.0)
+    assert world.ledger.mode == "drain"
+    assert request.phase is Phase.WAITING
+    with pytest.raises(PoolClosedError):
+        world.life.plan([])
+    world.run()
+    with pytest.raises(StuckLeaseError, match="1 transfers"):
+        world.life.sleep(deadline_s=0.0)
+    world.life.sleep(deadline_s=5.0, progress=lambda: world.ledger.put_end(lease.op, ok=True) and None)
+    assert world.ledger.mode == "asleep"
+    old = entry.handle
+    world.life.wake()
+    assert not world.ledger.is_current(old)
+    assert world.life.admit(request)
+    assert request.resumed == 0
+    with pytest.raises(InvariantError, match="stale handle"):
+        world.ledger.put_begin(old)
+
+
+def test_a_stuck_transfer_is_quarantined_and_keeps_the_memory() -> None:
+    world = World(4)
+    request = world.request("a", range(20))
+    lease = world.life.begin_load(request, 8, deadline=10.0)
+    assert lease is not None
+    assert world.life.expire(9.0) == []
+    assert world.life.expire(10.0) == [lease]
+    assert request.phase is Phase.WAITING
+    assert world.ledger.condition(lease.handle.slot).value == "quarantined"
+    check(world.ledger, world.index)
+    world.ledger.drain()
+    with pytest.raises(StuckLeaseError, match="1 past their deadline"):
+        world.ledger.sleep()
+    assert world.life.end_load(lease.op, ok=True) is None
+    assert world.index.size == 0
+    assert world.ledger.condition(lease.handle.slot).value == "quarantined"
+    world.ledger.sleep()
+    world.life.wake()
+    assert len(world.ledger.free) == 4
+    check(world.ledger, world.index)
+
+
+def test_cancel_while_loading_keeps_the_destination_until_the_end() -> None:
+    world = World(2)
+    one, two = world.request("one", range(20)), world.request("two", range(20))
+    lease = world.life.begin_load(one, 8)
+    assert lease is not None
+    assert world.life.begin_load(two, 8) is lease
+    world.life.cancel(one)
+    assert not lease.cancelled
+    world.life.cancel(two)
+    assert lease.cancelled
+    assert world.ledger.condition(lease.handle.slot).value == "loading"
+    outcome = world.life.end_load(lease.op, ok=True)
+    assert outcome is not None
+    assert not outcome.ok
+    world.idle()
+    assert world.index.size == 0
+
+
+def test_I8_G8_a_load_that_fails_leaves_everything_as_before() -> None:
+    world = World(4, ranks=2)
+    request = world.request("a", range(20))
+    before = len(world.ledger.free)
+    lease = world.life.begin_load(request, 8)
+    assert lease is not None
+    assert world.life.end_load(lease.op, rank=0, ok=True) is None
+    outcome = world.life.end_load(lease.op, rank=1, ok=False)
+    assert outcome is not None
+    assert (outcome.ok, outcome.error) == (False, "E_RANK")
+    assert world.ledger.counters.e_rank == 1
+    assert len(world.ledger.free) == before
+    assert world.life.admit(request)
+    assert request.resumed == 0
+
+
+def test_a_load_on_all_ranks_is_a_hit() -> None:
+    world = World(4, ranks=2)
+    request = world.request("a", range(20))
+    lease = world.life.begin_load(request, 8)
+    assert lease is not None
+    world.memory[lease.handle.slot] = request.key.slice(0, 8)
+    world.life.end_load(lease.op, rank=1, ok=True)
+    assert world.life.end_load(lease.op, rank=1, ok=True) is None
+    assert world.ledger.counters.e_stale == 1
+    outcome = world.life.end_load(lease.op, rank=0, ok=True)
+    assert outcome is not None
+    assert outcome.ok
+    assert world.life.admit(request)
+    assert request.resumed == 8
+
+
+def test_I1_I3_a_put_keeps_the_slot_and_an_old_completion_is_stale() -> None:
+    world = World(2, budget=1)
+    request = world.request("a", range(20))
+    assert world.life.admit(request)
+    world.prefill(request, [8])
+    entry = world.life.preempt(request)
+    assert entry is not None
+    lease = world.life.begin_put(entry)
+    assert lease is not None
+    stored = world.memory[entry.handle.slot]
+    world.index.remove(entry, "evicted")
+    assert world.life.admit(request)
+    assert request.resumed == 0
+    plan = world.step([StepRow(request, 8)])
+    assert plan.write_ids != [entry.handle.slot]
+    assert world.memory[entry.handle.slot] == stored
+    assert not world.life.admit(world.request("b", range(4)))
+    outcome = world.ledger.put_end(lease.op, ok=True)
+    assert outcome is not None
+    assert outcome.ok
+    assert world.ledger.put_end(lease.op, ok=True) is None
+    assert world.ledger.counters.e_stale == 1
+    assert world.life.admit(world.life.requests["b"])
+
+
+def test_I6_what_is_no_checkpoint_cannot_be_stored() -> None:
+    world = World(4)
+    request = world.request("a", range(20))
+    assert world.life.admit(request)
+    world.prefill(request, [8])
+    assert request.holder is not None
+    assert request.holder.rec is not None
+    with pytest.raises(InvariantError, match="not cached"):
+        world.ledger.put_begin(world.ledger.handle(request.holder.rec))
+    entry = world.life.finish(request)
+    assert entry is not None
+    world.index.remove(entry)
+    with pytest.raises(InvariantError, match="stale handle"):
+        world.ledger.put_begin(entry.handle)
