@@ -1,0 +1,62 @@
+"""Sizes, roles and shared-memory addresses common to the chunkwise prefill kernels.
+
+A tile is 64 tokens by 64 16-bit columns (8 KiB): token rows of 128 bytes whose 16-byte pieces are permuted by the 128-byte
+swizzle, piece p of row r at piece p ^ (r & 7). TMA writes that image, wgmma reads it, and hand-written stores address it with
+`tile_address`. An operand of 128 columns is two tiles, one behind the other.
+"""
+
+import enum
+
+CHUNK = 64
+HEAD = 128
+TILE_BYTES = CHUNK * 64 * 2
+OPERAND_BYTES = 2 * TILE_BYTES
+STATE_ELEMENTS = HEAD * HEAD
+OUT_PITCH = 272  # bytes of an output row in shared memory: 16 bytes of padding spread the rows over the banks
+LOWER_PITCH = 144  # bytes of a row of the triangular work matrix, padded for the same reason
+
+
+class Role(enum.IntEnum):
+    """Warpgroup of a block: two state slabs, the pair products and inverse, data movement and row work."""
+
+    STATE_0 = 0
+    STATE_1 = 1
+    PAIRS = 2
+    DATA = 3
+
+
+class Barrier(enum.IntEnum):
+    """Named barriers; 0 is `sync_threads`."""
+
+    PAIRS_DIAGONAL = 1
+    PAIRS_DONE = 2
+    DATA_ROWS = 3
+
+
+class Flag(enum.IntFlag):
+    """Bits of a chunk's flags."""
+
+    FIRST = 1  # of its sequence and head: load the state
+    LAST = 2  # store the state
+    STOP = 4  # no chunk: the block's work is done
+
+
+class Field(enum.IntEnum):
+    """Words of a chunk record, written by the producer beside the K stage and guarded by its barriers."""
+
+    TOKEN = 0  # first token in the packed rows
+    COUNT = 1  # valid tokens, 0..64
+    FLAGS = 2
+    HEAD = 3  # value head
+    READ = 4  # slot to load, when FIRST
+    WRITE = 5  # slot to store, when LAST
+    CHECKPOINT = 6  # slot that keeps the state at the end of this chunk, or -1
+    SEQUENCE = 7
+
+
+RECORD_WORDS = 8
+
+
+def tile_address(base, row, piece):
+    """Byte address of 16-byte piece `piece` (0..7) of token row `row` in a swizzled tile."""
+    return base + row * 128 + ((piece ^ (row & 7)) << 4)

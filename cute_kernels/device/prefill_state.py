@@ -1,0 +1,138 @@
+"""The state role: one warpgroup owns 64 V rows (a slab) of one head's S^T [V, K] in fp32 accumulators, across chunks.
+
+One chunk, with K, Q raw bf16 operands (GDN) or decayed ones (KDA), K' the update's operand, T' and P from the pairs role:
+
+    X  = V^T - S^T K^T (x a factor per token)     fp16
+    V' = X T'^T                                   fp16
+    S^T <- decay S^T + V' K'
+    O^T = S_old^T Q^T (x a factor per token) + V' P^T
+
+The left operand of each product is the previous accumulator: for 16-bit operands an accumulator and a left-operand fragment
+have the same linear order, (column parity, row half, column octet), so no data moves between lanes. A thread holds rows
+v = 16 warp + lane // 4 (+ 8) of its slab and columns 8 n + 2 (lane % 4), + 1.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+
+from .memory import narrow
+from .prefill_layout import CHUNK, HEAD, OUT_PITCH, STATE_ELEMENTS
+from .state_io import slot_is_valid, slot_ptr
+from .warp_ops import fragment_words, ldmatrix4, load_shared, pack_bf16, pack_f16, stmatrix4, unpack_bf16
+
+
+def state_mma(dtype, columns, right_major, slabs):
+    """Tiled wgmma of the state role: left operand from registers, 64 rows a warpgroup, `columns` wide, fp32 sums."""
+    op = warpgroup.MmaF16BF16Op(
+        dtype, Float32, (64, columns, 16), warpgroup.OperandSource.RMEM, OperandMajorMode.K, right_major
+    )
+    return cute.make_tiled_mma(cute.make_mma_atom(op), cute.make_layout((slabs, 1, 1)))
+
+
+def contract(mma, acc, left, right, stage, blocks, accumulate):
+    """acc (+)= left x right over `blocks` steps of 16; issues wgmma, the caller fences, commits and waits."""
+    for k in range(blocks):
+        mma.set(warpgroup.Field.ACCUMULATE, accumulate or k != 0)
+        cute.gemm(mma, acc, left[None, None, k], right[None, None, k, stage], acc)
+
+
+def as_left_operand(acc, shape, dtype):
+    """The accumulator rounded to a 16-bit left-operand fragment of `shape`. fp16 saturates at 65504."""
+    left = cute.make_rmem_tensor(shape, dtype)
+    words = fragment_words(left)
+    pack = pack_bf16 if dtype is BFloat16 else pack_f16
+    for i in range(cute.size(words)):
+        words[i] = pack(acc[2 * i], acc[2 * i + 1])
+    return left
+
+
+def _slab_view(mPool, slot, head, row, column, width):
+    """The thread's elements of a slot's head, in accumulator order."""
+    inner = head * STATE_ELEMENTS + row * HEAD + column
+    pointer = slot_ptr(mPool, slot, inner, 2 * width // 8)
+    return cute.make_tensor(pointer, cute.make_layout((2, 2, 16), stride=(1, 8 * HEAD, 8)))
+
+
+@cute.jit
+def load_state(S, mPool: cute.Tensor, slot: Int32, num_slots: Int32, head: Int32, row: Int32, column: Int32):
+    """S <- the thread's part of head `head` of a slot, or zero where the slot is none.
+
+    `row` is the thread's first V row of the head, `column` its first K column, 2 (lane % 4).
+    """
+    S.fill(0.0)
+    if slot_is_valid(slot, num_slots):
+        view = _slab_view(mPool, slot, head, row, column, mPool.element_type.width)
+        raw = cute.make_rmem_tensor(view.layout.shape, mPool.element_type)
+        cute.autovec_copy(view, raw)
+        for i in cutlass.range_constexpr(cute.size(raw)):
+            S[i] = Float32(raw[i])
+
+
+@cute.jit
+def store_state(S, mPool: cute.Tensor, slot: Int32, num_slots: Int32, head: Int32, row: Int32, column: Int32):
+    """The thread's part of S, rounded once, to head `head` of a slot; nothing where the slot is none."""
+    if slot_is_valid(slot, num_slots):
+        view = _slab_view(mPool, slot, head, row, column, mPool.element_type.width)
+        flat = narrow(S, cute.size(S), mPool.element_type)
+        cute.autovec_copy(cute.make_tensor(flat.iterator, cute.make_layout((2, 2, 16))), view)
+
+
+@cute.jit
+def scale_columns(acc, vector: Int32, lane: Int32):
+    """acc[v, i] *= vector[i]; `vector` is the shared address of the chunk's fp32 factors."""
+    for n in cutlass.range_constexpr(cute.size(acc) // 4):
+        pair = load_shared(vector + (lane & 3) * 8 + n * 32, 2)
+        for e in cutlass.range_constexpr(4):
+            acc[4 * n + e] = acc[4 * n + e] * pair[e % 2]
+
+
+@cute.jit
+def residual(Y, value: Int32, vector: Int32, count: Int32, warp: Int32, lane: Int32, scaled: cutlass.Constexpr):
+    """Y <- V^T - Y (times `vector` per token when `scaled`); zero for tokens from `count` on, whatever they hold.
+
+    `value` is the address of the slab's V tile (64 tokens x 64 columns), `warp` the warp in its warpgroup.
+    """
+    row = (lane & 7) + ((lane >> 4) << 3)
+    start = value + row * 128 + (((2 * warp + ((lane >> 3) & 1)) ^ (lane & 7)) << 4)
+    for block in cutlass.range_constexpr(4):
+        words = ldmatrix4(start + block * 2048, transpose=True)
+        for half in cutlass.range_constexpr(2):
+            n = 2 * block + half
+            if cutlass.const_expr(scaled):
+                factor = load_shared(vector + (lane & 3) * 8 + n * 32, 2)
+            for r in cutlass.range_constexpr(2):
+                v = unpack_bf16(words[2 * half + r])
+                for e in cutlass.range_constexpr(2):
+                    i = 4 * n + 2 * r + e
+                    if cutlass.const_expr(scaled):
+                        Y[i] = v[e] - factor[e] * Y[i]
+                    else:
+                        Y[i] = v[e] - Y[i]
+    if count < CHUNK:
+        for n in cutlass.range_constexpr(8):
+            for e in cutlass.range_constexpr(4):
+                inside = 8 * n + 2 * (lane & 3) + e % 2 < count
+                Y[4 * n + e] = Y[4 * n + e] if inside else Float32(0.0)
+
+
+@cute.jit
+def store_output(O, address: Int32, slab: Int32, warp: Int32, lane: Int32):
+    """O^T of a slab, rounded to bf16, as token rows of an output stage (pitch OUT_PITCH)."""
+    row = (lane & 7) + ((lane >> 4) << 3)
+    start = address + row * OUT_PITCH + slab * 128 + warp * 32 + ((lane >> 3) & 1) * 16
+    for block in cutlass.range_constexpr(4):
+        words = [pack_bf16(O[8 * block + 2 * p], O[8 * block + 2 * p + 1]) for p in range(4)]
+        stmatrix4(start + block * 16 * OUT_PITCH, *words, transpose=True)
+
+
+@cute.jit
+def decay_state(S, vector: Int32, lane: Int32, per_column: cutlass.Constexpr):
+    """S *= decay: one fp32 at `vector`, or one per K column (128 fp32) when `per_column`."""
+    if cutlass.const_expr(per_column):
+        scale_columns(S, vector, lane)
+    else:
+        decay = load_shared(vector, 1)
+        for i in cutlass.range_constexpr(cute.size(S)):
+            S[i] = S[i] * decay
