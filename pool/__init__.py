@@ -37,6 +37,7 @@ A scheduler's loop (`requests`: prompts by id, `run` launches the kernels of a p
 `life.resolve(r, position)` once the accepted count is known; publish only after the drafts are folded in.
 """
 
+from .capacity import CapacityPlan, plan_capacity
 from .errors import (
     CapacityError,
     ConfigError,
@@ -66,6 +67,7 @@ from .slots import UNRESOLVED, Condition, Holder
 __all__ = [
     "UNRESOLVED",
     "CapacityError",
+    "CapacityPlan",
     "CheckpointIndex",
     "Condition",
     "ConfigError",
@@ -100,4 +102,5 @@ __all__ = [
     "StepPlan",
     "StepRow",
     "StuckLeaseError",
+    "plan_capacity",
 ]

@@ -337,6 +337,20 @@ def test_H1_every_checkpoint_says_what_it_holds() -> None:
     world.idle()
 
 
+@pytest.mark.parametrize(("block", "interval"), [(816, 1648), (4, 1568), (64, 64), (64, 192)])
+def test_H6_every_published_position_is_a_multiple_of_the_interval(block: int, interval: int) -> None:
+    world = World(128)
+    request = world.request("a", range(6000))
+    assert world.life.admit(request)
+    rng = random.Random(interval)
+    while request.position < 6000:
+        piece = min(block * rng.randrange(1, 9) + rng.randrange(3), 6000 - request.position)
+        world.step([StepRow(request, piece, positions=range(interval, 6001, interval))], run=rng.random() < 0.2)
+    world.run()
+    positions = sorted(entry.position for entry in world.index.entries())
+    assert positions == list(range(interval, 6001, interval))
+
+
 def test_I9_boundaries_of_prompt_and_generation_are_saved_and_reused() -> None:
     world = World(16)
     request = world.request("a", range(100))
