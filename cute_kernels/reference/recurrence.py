@@ -64,21 +64,36 @@ def prefill(
 ) -> torch.Tensor:
     """N packed sequences; returns ``o [T, HV, V]``, zeros beyond ``cu_seqlens[N]``."""
     lengths = cu_seqlens.long().diff()
-    # Longest first, so that the sequences still running at token t are always the first rows.
-    order = torch.argsort(lengths, descending=True, stable=True)
-    starts = cu_seqlens.long()[:-1][order]
+    order, by_time, active = _running_order(cu_seqlens.long(), lengths)
     wanted = _wanted_states(checkpoints, lengths, order)
-    decay = tokens.decay()
-    o = torch.zeros_like(tokens.v)
+    q, k, v, decay, beta = (x[by_time] for x in (tokens.q, tokens.k, tokens.v, tokens.decay(), tokens.beta))
+    outputs = torch.empty_like(v)
     S = load_slots(state, read_ids[order], dtype)
-    for t in range(int(lengths.max()) if lengths.numel() else 0):
-        active = int((lengths > t).sum())
-        at = starts[:active] + t
-        o[at], _ = step(S[:active], tokens.q[at], tokens.k[at], tokens.v[at], decay[at], tokens.beta[at])
+    start = 0
+    for t, rows in enumerate(active):
+        at = slice(start, start + rows)
+        outputs[at], _ = step(S[:rows], q[at], k[at], v[at], decay[at], beta[at])
         for row, slot in wanted.get(t + 1, ()):
             store_slots(state, torch.tensor([slot], device=state.device), S[row : row + 1])
+        start += rows
     store_slots(state, write_ids[order], S)
+    o = torch.zeros_like(tokens.v)
+    o[by_time] = outputs
     return o
+
+
+def _running_order(cu_seqlens: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """Sequences longest first, tokens by time, and how many sequences run at each time.
+
+    The sequences still running at token t are then the first rows, and their tokens stand side by side.
+    """
+    order = torch.argsort(lengths, descending=True, stable=True)
+    rank = torch.empty_like(order)
+    rank[order] = torch.arange(order.numel(), device=order.device)
+    total = int(lengths.sum())
+    time = torch.arange(total, device=order.device) - cu_seqlens[:-1].repeat_interleave(lengths, output_size=total)
+    by_time = torch.argsort(time * max(order.numel(), 1) + rank.repeat_interleave(lengths, output_size=total))
+    return order, by_time, torch.bincount(time).tolist()
 
 
 def _wanted_states(
