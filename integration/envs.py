@@ -1,0 +1,66 @@
+"""Every environment variable that the adapter reads, with its rule. Standard library only: the start-up hook uses it."""
+
+from __future__ import annotations
+
+import os
+
+ENABLE = "LMDEPLOY_ENABLE_COMPACT_STATE"
+SAVE_ALIGNMENT = "LMDEPLOY_COMPACT_PREFILL_SAVE_ALIGNMENT"
+BACKEND = "LMDEPLOY_COMPACT_BACKEND"
+
+BACKENDS = ("auto", "kernels", "reference")
+DEFAULT_SAVE_ALIGNMENT = 512
+
+# lmdeploy's own words for a boolean (lmdeploy.pytorch.envs.env_to_bool).
+_TRUE = ("true", "1", "yes", "on")
+_FALSE = ("false", "0", "no", "off")
+# Variables of this library that a worker process must see as its driver does.
+_FORWARDED_PREFIXES = ("LMDEPLOY_COMPACT_", "COMPACT_STATE_")
+
+
+def enabled() -> bool:
+    """Whether LMDEPLOY_ENABLE_COMPACT_STATE asks for the compact state pool; unset means no.
+
+    Raises ValueError, in lmdeploy's own terms, for a word that is neither true nor false.
+    """
+    value = os.environ.get(ENABLE)
+    if value is None:
+        return False
+    word = value.lower().strip()
+    if word in _TRUE:
+        return True
+    if word in _FALSE:
+        return False
+    raise ValueError(
+        f"Cannot convert environment variable '{ENABLE}={value}' to boolean. "
+        f"Allowed true values: {', '.join(_TRUE)}; false values: {', '.join(_FALSE)}."
+    )
+
+
+def prefill_save_alignment() -> int:
+    """Token distance of the checkpoints written inside one prefill forward (LMDEPLOY_COMPACT_PREFILL_SAVE_ALIGNMENT).
+
+    Default 512; 0 writes none inside a forward, only the one at its end. Raises ValueError for anything else that is
+    not a non-negative integer; that it is a multiple of the KV block size is checked where the block size is known.
+    """
+    value = os.environ.get(SAVE_ALIGNMENT)
+    if value is None:
+        return DEFAULT_SAVE_ALIGNMENT
+    if not value.strip().isdecimal():
+        raise ValueError(
+            f"{SAVE_ALIGNMENT}={value}: not a non-negative number of tokens; set a multiple of block_size."
+        )
+    return int(value)
+
+
+def backend() -> str:
+    """Which operators run (LMDEPLOY_COMPACT_BACKEND): auto, kernels or reference. Raises ValueError for another word."""
+    value = os.environ.get(BACKEND, "auto").lower().strip()
+    if value not in BACKENDS:
+        raise ValueError(f"{BACKEND}={value}: allowed: {', '.join(BACKENDS)}.")
+    return value
+
+
+def forwarded() -> dict[str, str]:
+    """The variables, as set here, that every worker process of this engine needs."""
+    return {name: value for name, value in os.environ.items() if name == ENABLE or name.startswith(_FORWARDED_PREFIXES)}

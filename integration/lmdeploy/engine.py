@@ -1,0 +1,120 @@
+"""The engine's start, sleep and weight updates."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from . import guards, paging
+
+
+def patch_engine_executor(module: ModuleType) -> None:
+    """Check what only the resolved configuration tells, before any worker starts."""
+    build, finalize, choose = (
+        module.build_executor,
+        module._finalize_sparse_mla_cache_policy,
+        module.get_distributed_executor_backend,
+    )
+
+    @functools.wraps(finalize)
+    def finalize_checked(model_configs: Any, cache_config: Any) -> Any:
+        # build_executor passes the target's configuration here as soon as it has one, workers still unborn.
+        guards.check_model(model_configs[0])
+        return finalize(model_configs, cache_config)
+
+    @functools.wraps(choose)
+    def choose_checked(*args: Any, **kwargs: Any) -> Any:
+        backend = choose(*args, **kwargs)
+        guards.check_backend(backend)
+        return backend
+
+    @functools.wraps(build)
+    def build_checked(*args: Any, **kwargs: Any) -> Any:
+        guards.check_backend(kwargs.get("distributed_executor_backend"))
+        spec = kwargs.get("specdecode_config")
+        if spec is not None:
+            text = getattr(spec.model_config.hf_config, "text_config", spec.model_config.hf_config)
+            guards.check_spec(spec.method, getattr(text, "mtp_num_hidden_layers", None))
+        misc = kwargs.get("misc_config")
+        if misc is not None and misc.memdecode_config is not None:
+            guards._refuse("memdecode_config", misc.memdecode_config.memory_model_path, "leave MemDecode out")
+        return build(*args, **kwargs)
+
+    module._finalize_sparse_mla_cache_policy = finalize_checked  # type: ignore[attr-defined]
+    module.get_distributed_executor_backend = choose_checked  # type: ignore[attr-defined]
+    module.build_executor = build_checked  # type: ignore[attr-defined]
+
+
+def _capability() -> tuple[int, int] | None:
+    import torch
+
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+
+
+def patch_engine_engine(module: ModuleType) -> None:
+    """Guards first of all; every state of the old weights or the old memory is forgotten on update and sleep."""
+    engine = module.Engine
+    init, sleep, wakeup = engine.__init__, engine.sleep, engine.wakeup
+
+    @functools.wraps(init)
+    def init_checked(
+        self: Any,
+        model_path: str,
+        engine_config: Any = None,
+        trust_remote_code: bool = False,
+        speculative_config: Any = None,
+    ) -> None:
+        config = module.PytorchEngineConfig() if engine_config is None else engine_config
+        guards.check_engine(config)
+        guards.check_spec(getattr(speculative_config, "method", None))
+        guards.check_gpu(_capability())
+        init(self, model_path, engine_config, trust_remote_code, speculative_config)
+
+    @functools.wraps(sleep)
+    async def sleep_forgetting(self: Any, level: int = 1) -> None:
+        await sleep(self, level)
+        # The loop is drained, every session ended, the workers have synchronised: nothing uses a slot any more.
+        paging.forget(self.scheduler)
+        self.scheduler.state_manager.sleep()
+
+    @functools.wraps(wakeup)
+    def wakeup_with_pool(self: Any, tags: list[str] | None = None) -> None:
+        if tags is None or "kv_cache" in tags:
+            # Before lmdeploy lets requests in; the workers rebuild their pools in the call below.
+            self.scheduler.state_manager.wake()
+        wakeup(self, tags)
+
+    engine.__init__ = init_checked
+    engine.sleep = sleep_forgetting
+    engine.wakeup = wakeup_with_pool
+    for name in ("update_params", "update_weights_from_ipc", "update_weights_from_distributed"):
+        setattr(engine, name, _forgetting(getattr(engine, name)))
+    engine.complete_weights_update = _forgetting(engine.complete_weights_update)
+
+
+def _forgetting(update: Callable[..., Any]) -> Callable[..., Any]:
+    """An update of weights, before and after which prefixes are forgotten.
+
+    Before: nothing of the old weights is found. After: a prefill between two buckets of weights leaves nothing either.
+    """
+
+    @functools.wraps(update)
+    def now(self: Any, *args: Any, **kwargs: Any) -> Any:
+        paging.forget(self.scheduler)
+        try:
+            return update(self, *args, **kwargs)
+        finally:
+            paging.forget(self.scheduler)
+
+    @functools.wraps(update)
+    async def later(self: Any, *args: Any, **kwargs: Any) -> Any:
+        paging.forget(self.scheduler)
+        try:
+            return await update(self, *args, **kwargs)
+        finally:
+            paging.forget(self.scheduler)
+
+    return later if inspect.iscoroutinefunction(update) else now

@@ -1,0 +1,110 @@
+"""Patches of the input maker and the model agent: a forward's plan becomes ids and an export list on the device."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...cute_kernels.checkpoints import Checkpoints
+from . import ids
+
+if TYPE_CHECKING:
+    CacheInputs: Any = object
+else:
+    from lmdeploy.pytorch.engine.cache_inputs import CacheCheckpointInputs as CacheInputs
+
+
+@dataclass(frozen=True)
+class CompactCacheInputs(CacheInputs):  # type: ignore[misc]
+    """One forward's KV block copies and the states that it keeps on the way."""
+
+    exports: Checkpoints | None = None
+
+    @torch.inference_mode()
+    def to_device(self, device: str, non_blocking: bool = False) -> CompactCacheInputs:
+        """Move the copy plans and the export list."""
+
+        def moved(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tensor is None else tensor.to(device, non_blocking=non_blocking)
+
+        exports = self.exports
+        if exports is not None:
+            columns = (exports.cu, exports.ends, exports.slots)
+            exports = Checkpoints(*(tensor.to(device, non_blocking=non_blocking) for tensor in columns))
+        return CompactCacheInputs(
+            kv_restore_plan=moved(self.kv_restore_plan), kv_save_plan=moved(self.kv_save_plan), exports=exports
+        )
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """The forward's stream uses these tensors."""
+        super().record_stream(stream)
+        if self.exports is not None:
+            for tensor in (self.exports.cu, self.exports.ends, self.exports.slots):
+                if tensor.is_cuda:
+                    tensor.record_stream(stream)
+
+
+def patch_engine_inputs_maker(module: ModuleType) -> None:
+    """Plan each forward where its inputs are made."""
+    maker, task = module.InputsMakerAsync, module._ForwardInputsTask
+
+    def prepare(self: Any, messages: Any, save_steps: tuple[int, ...] | None = None) -> CompactCacheInputs | None:
+        ends = [seq.num_valid_ids for seq in messages] if save_steps is None else list(save_steps)
+        plan = self.state_checkpoints.plan_prefill(messages, ends)
+        self._compact_ids = ids.id_rows(plan.reads, plan.writes)
+        restores = self._make_kv_prefix_cache_copy_plan(plan.kv_restores) if plan.kv_restores else None
+        saves = self._make_kv_prefix_cache_copy_plan(plan.kv_saves) if plan.kv_saves else None
+        exports = Checkpoints.from_lists(plan.exports) if any(plan.exports) else None
+        if restores is None and saves is None and exports is None:
+            return None
+        return CompactCacheInputs(kv_restore_plan=restores, kv_save_plan=saves, exports=exports)
+
+    maker._prepare_prefill_cache_inputs = prepare
+
+    def with_ids(name: str) -> None:
+        build = getattr(task, name)
+
+        @functools.wraps(build)
+        def build_with_ids(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = build(self, *args, **kwargs)
+            result[0].state_offsets = self.maker._compact_ids
+            return result
+
+        setattr(task, name, build_with_ids)
+
+    with_ids("_build_prefill_inputs")
+    with_ids("_build_chunk_inputs")
+
+    decode = task._try_decode
+
+    @functools.wraps(decode)
+    def decode_with_ids(self: Any) -> None:
+        decode(self)
+        result = self.result
+        if result.delta is None or not result.running:
+            return
+        moved = self.maker.state_checkpoints.plan_decode(result.running, result.delta.max_q_seqlen)
+        if moved is not None:
+            result.delta = ids.CompactInputsDelta.of(result.delta, ids.id_rows(*moved))
+
+    task._try_decode = decode_with_ids
+
+
+def patch_engine_model_agent_agent(module: ModuleType) -> None:
+    """The operators find a forward's export list in its step context."""
+    restore = module._restore_cache_checkpoint
+
+    @functools.wraps(restore)
+    def restore_and_bind(inputs: Any, cache_inputs: Any, cache_engine: Any, state_cache_engine: Any) -> None:
+        restore(inputs, cache_inputs, cache_engine, state_cache_engine)
+        exports = None if inputs.is_dummy else getattr(cache_inputs, "exports", None)
+        if exports is not None:
+            from lmdeploy.pytorch.model_inputs import get_step_ctx_manager
+
+            get_step_ctx_manager().current_context().compact_exports = exports
+
+    module._restore_cache_checkpoint = restore_and_bind  # type: ignore[attr-defined]

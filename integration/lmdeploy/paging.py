@@ -1,0 +1,80 @@
+"""Patches of lmdeploy's scheduler side: who owns state slots, and when prefixes are forgotten."""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from .states import CompactStateManager
+
+
+def patch_paging_state_manager(module: ModuleType) -> None:
+    """The scheduler's state manager."""
+
+    def build_state_manager(cache_config: Any) -> CompactStateManager:
+        slots = cache_config.num_state_caches
+        return CompactStateManager(
+            1 if slots is None else slots, checkpoint_budget=cache_config.prefix_cache_state_budget
+        )
+
+    module.build_state_manager = build_state_manager  # type: ignore[attr-defined]
+
+
+def patch_paging_block_trie_checkpoint_lifecycle(module: ModuleType) -> None:
+    """The trie's checkpoint lifecycle."""
+    from .checkpoints import CompactCheckpointLifecycle
+
+    module.StateCheckpointLifecycle = CompactCheckpointLifecycle  # type: ignore[attr-defined]
+
+
+def _detached(root: Any) -> list[int]:
+    """Detach every node below a root, leaves first; the KV blocks the trie held."""
+    order, stack = [], list(root.children.values())
+    while stack:
+        node = stack.pop()
+        order.append(node)
+        stack.extend(node.children.values())
+    for node in reversed(order):
+        node.detach_leaf()
+    return [node.block_id for node in order]
+
+
+def patch_paging_block_trie_trie(module: ModuleType) -> None:
+    """`BlockTrie.forget_prefixes`: no prefix is found any more. Sequences keep the blocks they hold."""
+
+    def forget_prefixes(self: Any) -> None:
+        blocks = [block for root in self._roots.values() for block in _detached(root)]
+        self._roots.clear()
+        self.leaves.clear()
+        if blocks:
+            self.allocator.free(np.array(blocks, dtype=np.int64))
+
+    module.BlockTrie.forget_prefixes = forget_prefixes
+
+
+def forget(scheduler: Any) -> None:
+    """Forget what the current weights or memory computed: checkpoints first, then the KV they belong to."""
+    scheduler.state_manager.new_weights()
+    scheduler.block_trie.forget_prefixes()
+
+
+def patch_paging_scheduler(module: ModuleType) -> None:
+    """A sequence whose state has run past its history starts anew.
+
+    The forward after a sequence's last one is queued before its end is known, so the state of a session that goes on may
+    have consumed a token that the next turn gives again. The ledger knows; the sequence is recomputed (or matched).
+    """
+    schedule = module.Scheduler.schedule
+
+    @functools.wraps(schedule)
+    def schedule_checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        manager = self.state_manager
+        for seq in self.waiting:
+            if manager.is_allocated(seq) and not manager.stands_at(seq, seq.num_history_ids):
+                seq.state.release_paging_resources()
+        return schedule(self, *args, **kwargs)
+
+    module.Scheduler.schedule = schedule_checked
