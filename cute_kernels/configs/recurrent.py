@@ -24,8 +24,6 @@ class RecurrentDecodeKey:
     """Everything that changes the code of `kernels/recurrent_decode.py`.
 
     rows: V rows a lane holds, 1, 2 or 4. warps: warps a block. pdl: start while the previous kernel of the stream drains.
-    early: with pdl, read ids and state before the previous kernel is known to be complete; wrong directly behind
-    `advance_state_ids`, which writes the ids. l2norm: q and k arrive un-normalised.
     """
 
     kind: Kind
@@ -33,16 +31,10 @@ class RecurrentDecodeKey:
     rows: int
     warps: int
     pdl: bool
-    early: bool = True
-    l2norm: bool = True
 
     def symbol(self) -> str:
         """C identifier of the specialisation."""
-        pdl = ("_pdl" if self.early else "_pdlwait") if self.pdl else ""
-        return (
-            f"recurrent_decode_{self.kind}_{SHORT[self.state]}_r{self.rows}w{self.warps}{pdl}"
-            f"{'' if self.l2norm else '_nonorm'}"
-        )
+        return f"recurrent_decode_{self.kind}_{SHORT[self.state]}_r{self.rows}w{self.warps}{'_pdl' if self.pdl else ''}"
 
     @property
     def tile(self) -> int:
@@ -66,11 +58,11 @@ PDL_MAX_HEADS = 2048
 
 
 @functools.lru_cache(maxsize=4096)
-def choose(kind: Kind, state: StateDtype, heads: int, *, l2norm: bool = True, early: bool = True) -> RecurrentDecodeKey:
+def choose(kind: Kind, state: StateDtype, heads: int) -> RecurrentDecodeKey:
     """The specialisation for `heads` = sequences x value heads. Legal for every shape."""
     pdl = heads <= PDL_MAX_HEADS
     rows, warps = (4, 2) if pdl or state == "bfloat16" else (2, 4)
-    return RecurrentDecodeKey(kind, state, rows, warps, pdl, early or not pdl, l2norm)
+    return RecurrentDecodeKey(kind, state, rows, warps, pdl)
 
 
 def candidates(kind: Kind, state: StateDtype) -> list[RecurrentDecodeKey]:
@@ -85,13 +77,6 @@ def candidates(kind: Kind, state: StateDtype) -> list[RecurrentDecodeKey]:
 
 
 def shipped() -> list[Entry]:
-    """Entries of the manifest: what `choose` can return with norms inside, and the un-normalised form of each kind."""
-    keys = {
-        choose(kind, state, heads, l2norm=l2norm, early=early)
-        for kind in KINDS
-        for state in STATE_DTYPES
-        for heads in (1, PDL_MAX_HEADS + 1)
-        for l2norm in (True, False)
-        for early in (True, False)
-    }
+    """Entries of the manifest: what `choose` can return."""
+    keys = {choose(kind, state, heads) for kind in KINDS for state in STATE_DTYPES for heads in (1, PDL_MAX_HEADS + 1)}
     return [Entry("recurrent_decode", key, ResourceBudget(max_registers=128)) for key in sorted(keys, key=repr)]

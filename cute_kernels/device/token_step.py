@@ -41,20 +41,19 @@ def channel_of(i, l8, dtype):
 
 
 @cute.jit
-def normalize(rX: cute.Tensor, scale: Float32, l2norm: cutlass.Constexpr, scaled: cutlass.Constexpr) -> cute.Tensor:
+def normalize(rX: cute.Tensor, scale: Float32, l2norm: Boolean, scaled: cutlass.Constexpr) -> cute.Tensor:
     """8 raw channels a lane to `x / sqrt(sum x^2 + 1e-6)` in fp32, times `scale` if `scaled`. Zero rows stay zero.
 
     All 16 lanes of the vector take part. With `l2norm` false only the scale is applied.
     """
     rX = widen(rX, NORM_VALUES)
     rY = cute.make_rmem_tensor(cute.make_layout(NORM_VALUES), Float32)
-    factor = Float32(1.0)
-    if const_expr(l2norm):
-        squares = Float32(0.0)
-        for i in cutlass.range_constexpr(NORM_VALUES):
-            squares = fma_rn(rX[i], rX[i], squares)
-        squares = sum_over(squares, NORM_LANES)
-        factor = cute.math.rsqrt(add_rn(squares, Float32(L2NORM_EPS)), fastmath=True)
+    squares = Float32(0.0)
+    for i in cutlass.range_constexpr(NORM_VALUES):
+        squares = fma_rn(rX[i], rX[i], squares)
+    squares = sum_over(squares, NORM_LANES)
+    norm = cute.math.rsqrt(add_rn(squares, Float32(L2NORM_EPS)), fastmath=True)
+    factor = norm if l2norm else Float32(1.0)
     if const_expr(scaled):
         factor = mul_rn(factor, scale)
     for i in cutlass.range_constexpr(NORM_VALUES):
@@ -77,6 +76,29 @@ def load_channels(base, offset, l8, dtype):
     rX = cute.make_rmem_tensor(cute.make_layout(LANE_VALUES), Float32)
     for vector in range(LANE_VALUES // 4):
         part = load_vector(smem_ptr(base, offset + channel_of(4 * vector, l8, dtype), Float32, 16), 4)
+        for i in range(4):
+            rX[4 * vector + i] = part[i]
+    return rX
+
+
+def put_channels(rX, base, offset, lane16, dtype):
+    """Store a lane's 8 of 128 fp32 channels so that `take_channels` reads whole rows of banks for either pool dtype."""
+    for half in range(2):
+        if vector_width(dtype) == 4:
+            place = lane16 * NORM_VALUES + half * 4
+        else:
+            place = lane16 // 8 * 64 + half * 32 + lane16 % 8 * 4
+        part = cute.make_rmem_tensor(cute.make_layout(4), Float32)
+        for i in range(4):
+            part[i] = rX[half * 4 + i]
+        store_vector(part, smem_ptr(base, offset + place, Float32, 16), 4)
+
+
+def take_channels(base, offset, l8):
+    """The 16 values of a vector stored by `put_channels` that lane `l8` needs, in the order of its state row."""
+    rX = cute.make_rmem_tensor(cute.make_layout(LANE_VALUES), Float32)
+    for vector in range(LANE_VALUES // 4):
+        part = load_vector(smem_ptr(base, offset + vector * 32 + l8 * 4, Float32, 16), 4)
         for i in range(4):
             rX[4 * vector + i] = part[i]
     return rX

@@ -4,9 +4,10 @@
 
 A block owns `tile` rows of V of one (sequence n, value head h); grid (HV * 128 / tile, N).
 1  every thread reads the ids and issues its state loads: 8 lanes a V row, `rows` rows a lane, 16-byte vectors, to registers;
-2  with PDL only now does it wait for the previous kernel, then lets the next one start;
-3  16 lanes normalise k and q (8 channels each) and form k.q, into shared memory (1 KiB); KDA: 32 lanes more its 128 decays;
-4  one block barrier; every thread reads its 16 k, q (and decay) values; beta and GDN's decay are computed by every thread;
+2  with PDL it waits for the previous kernel only now if that one wrote neither ids nor these slots (`settled`), else before 1;
+   then the next kernel may start;
+3  16 lanes normalise k and q (8 channels each) and form k.q, into shared memory (1 KiB); beta and the decay (KDA: 128) too;
+4  one block barrier; every thread reads its 16 k, q (and decay) values;
 5  one pass over the registers gives s, s.k and s.q; one butterfly reduces all of a lane's rows; o = s.q + u (k.q);
 6  S' goes from registers to the write slot, rounded once; o by the lanes that hold the s.q sums.
 No block reads what another writes: rows of V are disjoint, so in place needs no order. A slot id outside the pool reads zeros
@@ -69,6 +70,8 @@ class RecurrentDecode:
         mReadIds: cute.Tensor,  # (N,) int32
         mWriteIds: cute.Tensor,  # (N,) int32
         mOut: cute.Tensor,  # (N, HV, V) bf16
+        l2norm: Int32,  # 0: q and k are normalised already
+        settled: Int32,  # 1: the kernel before this one wrote neither ids nor these slots
         scale: Float32,
         lower_bound: Float32,
         stream,
@@ -79,7 +82,7 @@ class RecurrentDecode:
         grid_z = (n + GRID_Y - 1) // GRID_Y
         self.kernel.set_name_prefix(self.key.symbol(), remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(
-            mQ, mK, mV, mGate, mBeta, mALog, mBias, mState, mReadIds, mWriteIds, mOut, scale, lower_bound, n,
+            mQ, mK, mV, mGate, mBeta, mALog, mBias, mState, mReadIds, mWriteIds, mOut, l2norm, settled, scale, lower_bound, n,
             Float32(hk) / Float32(hv),
         ).launch(
             grid=[hv * self.tiles, grid_y, grid_z],
@@ -102,6 +105,8 @@ class RecurrentDecode:
         mReadIds: cute.Tensor,
         mWriteIds: cute.Tensor,
         mOut: cute.Tensor,
+        l2norm: Int32,
+        settled: Int32,
         scale: Float32,
         lower_bound: Float32,
         n: Int32,
@@ -112,7 +117,7 @@ class RecurrentDecode:
         seq = row_high * GRID_Y + row_low
         if seq < n:
             self.step(
-                mQ, mK, mV, mGate, mBeta, mALog, mBias, mState, mReadIds, mWriteIds, mOut, scale, lower_bound,
+                mQ, mK, mV, mGate, mBeta, mALog, mBias, mState, mReadIds, mWriteIds, mOut, l2norm, settled, scale, lower_bound,
                 heads_ratio, tidx, tile // self.tiles, tile % self.tiles, seq,
             )  # fmt: skip
 
@@ -130,6 +135,8 @@ class RecurrentDecode:
         mReadIds: cute.Tensor,
         mWriteIds: cute.Tensor,
         mOut: cute.Tensor,
+        l2norm: Int32,
+        settled: Int32,
         scale: Float32,
         lower_bound: Float32,
         heads_ratio: Float32,
@@ -138,9 +145,9 @@ class RecurrentDecode:
         tile: Int32,
         seq: Int32,
     ):
-        if const_expr(self.key.pdl and not self.key.early):
-            cute.arch.griddepcontrol_wait()
-            cute.arch.griddepcontrol_launch_dependents()
+        if const_expr(self.key.pdl):
+            if settled == 0:
+                cute.arch.griddepcontrol_wait()
         smem = cutlass.utils.SmemAllocator()
         sK = smem.allocate_tensor(Float32, cute.make_layout(HEAD_DIM), 16)
         sQ = smem.allocate_tensor(Float32, cute.make_layout(HEAD_DIM), 16)
@@ -155,15 +162,16 @@ class RecurrentDecode:
         reads, writes = slot_is_valid(read, num_slots), slot_is_valid(write, num_slots)
         inner = (head * HEAD_DIM + row0) * HEAD_DIM + l8 * vector_width(self.dtype)
         vectors = load_rows_if(reads, slot_ptr(mState, read, inner), self.rows, self.dtype)
-        if const_expr(self.key.pdl and self.key.early):
-            cute.arch.griddepcontrol_wait()
+        if const_expr(self.key.pdl):
+            if settled != 0:
+                cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
 
         own = row0 + owned_row(lane, self.rows)
         v_own = Float32(load_vector(row_ptr(mV, seq, head * HEAD_DIM + own, 2), 1)[0])
         # (h + 1/2) HK / HV is never an integer, so truncation gives h // (HV // HK) exactly.
         key_head = Int32((Float32(head) + Float32(0.5)) * heads_ratio)
-        self.prepare_vectors(mQ, mK, sQ, sK, sScalar, scale, tidx, seq, key_head)
+        self.prepare_vectors(mQ, mK, sQ, sK, sScalar, l2norm, scale, tidx, seq, key_head)
         self.prepare_gates(mGate, mBeta, mALog, mBias, sDecay, sScalar, lower_bound, tidx, seq, head)
         cute.arch.sync_threads()
 
@@ -188,6 +196,7 @@ class RecurrentDecode:
         sQ: cute.Tensor,
         sK: cute.Tensor,
         sScalar: cute.Tensor,
+        l2norm: Int32,
         scale: Float32,
         tidx: Int32,
         seq: Int32,
@@ -198,8 +207,8 @@ class RecurrentDecode:
         if tidx < 32:
             channel = tidx % NORM_LANES * NORM_VALUES
             inner = key_head * HEAD_DIM + channel
-            rK = normalize(load_vector(row_ptr(mK, seq, inner, 16), NORM_VALUES), scale, self.key.l2norm, False)
-            rQ = normalize(load_vector(row_ptr(mQ, seq, inner, 16), NORM_VALUES), scale, self.key.l2norm, True)
+            rK = normalize(load_vector(row_ptr(mK, seq, inner, 16), NORM_VALUES), scale, l2norm != 0, False)
+            rQ = normalize(load_vector(row_ptr(mQ, seq, inner, 16), NORM_VALUES), scale, l2norm != 0, True)
             kq = dot_channels(rK, rQ)
             if tidx < NORM_LANES:
                 store_vector(rK, smem_ptr(sK.iterator, channel, Float32, 16), NORM_VALUES)
@@ -266,6 +275,8 @@ def build(key: RecurrentDecodeKey):
         fake_ids(n, Int32),
         fake_ids(n, Int32),
         heads(BFloat16, n, hv, HEAD_DIM, align=2, divisibility=1),
+        Int32(1),
+        Int32(0),
         Float32(1.0),
         Float32(-1.0),
         fake_stream(),

@@ -1,0 +1,44 @@
+"""Recurrent-state operators addressed by device-side slot ids.
+
+Every operator takes torch tensors, runs on the current stream of their device, and follows one id rule: an id outside
+`[0, num_slots)` means none. Importing this package imports neither the compiler nor CUDA.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_EXPORTS = {
+    "Checkpoints": "checkpoints",
+    "DraftLog": "draft_log",
+    "advance_state_ids": "state_ids",
+    "causal_conv1d_commit": "conv1d",
+    "causal_conv1d_decode": "conv1d",
+    "causal_conv1d_prefill": "conv1d",
+    "causal_conv1d_verify": "conv1d",
+    "gdn_commit": "gdn",
+    "gdn_decode": "gdn",
+    "gdn_layer_decode": "gdn",
+    "gdn_prefill": "gdn",
+    "gdn_verify": "gdn",
+    "kda_commit": "kda",
+    "kda_decode": "kda",
+    "kda_layer_decode": "kda",
+    "kda_prefill": "kda",
+    "kda_verify": "kda",
+}
+
+__all__ = sorted(_EXPORTS)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_EXPORTS[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,272 @@
+"""Public causal depthwise convolutions over the token axis: validate, choose a backend, launch.
+
+    y[t, c] = act(bias[c] + sum_j weight[c, j] x[t - W + 1 + j, c])
+
+The window of a sequence is a ring of W raw inputs `[W, C]`: the input of its token t stands in column `t mod W`. Inputs before
+a sequence's first token are zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from . import conv_launch, reference
+from .checkpoints import Checkpoints
+from .delta_rule import check_checkpoints
+from .draft_log import DraftLog
+from .errors import InvalidArgumentError, UnsupportedConfigError
+from .ranges import annotated
+from .validation import (
+    FLOAT_DTYPES,
+    Backend,
+    check_alignment,
+    check_choice,
+    check_ids,
+    check_kernel_dtype,
+    check_pool,
+    check_rows,
+    check_tensor,
+    uses_kernels,
+)
+
+Activation = Literal["silu"] | None
+KERNEL_WIDTHS = (2, 3, 4)
+CHANNEL_VECTOR = 8  # channels a thread; C is a multiple of it
+
+
+def _check(
+    operator: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    conv_state: torch.Tensor,
+    read_ids: torch.Tensor,
+    write_ids: torch.Tensor,
+    positions: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: Activation,
+    out: torch.Tensor | None,
+    *,
+    cu_seqlens: torch.Tensor | None,
+    kernels: bool,
+) -> None:
+    if not isinstance(x, torch.Tensor) or x.dim() != 2:
+        raise InvalidArgumentError("x", getattr(x, "shape", type(x).__name__), "a tensor [rows, C]")
+    if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
+        raise InvalidArgumentError("weight", getattr(weight, "shape", type(weight).__name__), "a tensor [C, W]")
+    device, (rows, channels), width = x.device, x.shape, weight.shape[1]
+    check_tensor("x", x, (rows, channels), FLOAT_DTYPES, device)
+    check_rows("x", x)
+    check_tensor("weight", weight, (channels, width), FLOAT_DTYPES, device)
+    check_rows("weight", weight)
+    check_pool("conv_state", conv_state, (width, channels), (x.dtype,), device)
+    check_choice("activation", activation, ("silu", None))
+    if bias is not None:
+        check_tensor("bias", bias, (channels,), FLOAT_DTYPES, device)
+    sequences = read_ids.shape[0] if isinstance(read_ids, torch.Tensor) and read_ids.dim() == 1 else rows
+    for name, ids in (("read_ids", read_ids), ("write_ids", write_ids), ("positions", positions)):
+        check_ids(name, ids, sequences, device)
+    if cu_seqlens is not None:
+        check_ids("cu_seqlens", cu_seqlens, sequences + 1, device)
+    elif sequences != rows:
+        raise InvalidArgumentError("read_ids", f"{sequences} ids", f"{rows} ids, one for each row of x")
+    if out is not None:
+        check_tensor("out", out, (rows, channels), (x.dtype,), device)
+        check_rows("out", out)
+    if kernels:
+        _check_kernel(operator, x, weight, bias, out)
+
+
+def _check_kernel(
+    operator: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None
+) -> None:
+    exact: Sequence[torch.dtype] = (torch.bfloat16, torch.float32)
+    check_kernel_dtype(operator, "x", x.dtype, (torch.bfloat16,))
+    check_kernel_dtype(operator, "weight", weight.dtype, exact)
+    if bias is not None and bias.dtype != weight.dtype:
+        raise UnsupportedConfigError(f"{operator}: bias is {bias.dtype}; allowed with kernels: weight's {weight.dtype}")
+    if weight.shape[1] not in KERNEL_WIDTHS or x.shape[1] % CHANNEL_VECTOR:
+        raise UnsupportedConfigError(
+            f"{operator}: width {weight.shape[1]}, {x.shape[1]} channels; allowed with kernels: width 2, 3 or 4 and a "
+            f"multiple of {CHANNEL_VECTOR} channels (backend='reference' serves others)"
+        )
+    check_alignment("x", x)
+    check_alignment("weight", weight.view(-1), 16)
+    if out is not None:
+        check_alignment("out", out)
+
+
+def _check_draft(
+    log: DraftLog, num_accepted: torch.Tensor, read_ids: torch.Tensor, channels: int, dtype: torch.dtype
+) -> None:
+    if not isinstance(log, DraftLog) or log.x is None:
+        raise InvalidArgumentError("draft_log", "no log of conv inputs", "a DraftLog allocated with channels")
+    check_tensor("draft_log.x", log.x, (log.batch, 2, log.max_tokens, channels), (dtype,), log.x.device)
+    check_ids("num_accepted", num_accepted, read_ids.shape[0], read_ids.device)
+    if log.rows is not None:
+        check_ids("draft_log.rows", log.rows, read_ids.shape[0], read_ids.device)
+    elif read_ids.shape[0] > log.batch:
+        raise InvalidArgumentError("draft_log", f"{log.batch} log rows", f"at least {read_ids.shape[0]}, or rows")
+
+
+@annotated
+def causal_conv1d_prefill(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    conv_state: torch.Tensor,
+    read_ids: torch.Tensor,
+    write_ids: torch.Tensor,
+    positions: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    activation: Activation = "silu",
+    checkpoints: Checkpoints | None = None,
+    out: torch.Tensor | None = None,
+    backend: Backend = "auto",
+) -> torch.Tensor:
+    """N packed sequences; window in by read id, out by write id, windows at checkpoints written by the same launch.
+
+    Args:
+        x: `[T, C]`, rows may be views of a wider packed row.
+        weight: `[C, W]`, bf16 or fp32.
+        conv_state: `[S, W, C]` pool view in x's dtype, slot stride any multiple of 16 bytes; updated in place.
+        read_ids, write_ids: `[N]` int32 slots; out of `[0, S)` means none (a zero window, nothing stored).
+        positions: `[N]` int32, tokens of each sequence before this call.
+        cu_seqlens: `[N + 1]` int32 bounds of the sequences.
+        bias: `[C]` in weight's dtype.
+        activation: "silu" or None.
+        checkpoints: windows to keep at any token counts within this call.
+        out: `[T, C]`, allocated unless given; must not share memory with x. Rows beyond `cu_seqlens[N]` are undefined.
+        backend: "auto" (kernels on sm_90, references elsewhere), "kernels" or "reference".
+
+    Raises:
+        InvalidArgumentError, UnsupportedConfigError, BackendUnavailableError: before any launch, nothing changed.
+    """
+    kernels = uses_kernels(backend, x.device)
+    arguments = (x, weight, conv_state, read_ids, write_ids, positions)
+    _check("causal_conv1d_prefill", *arguments, bias, activation, out, cu_seqlens=cu_seqlens, kernels=kernels)
+    if checkpoints is not None:
+        check_checkpoints(checkpoints, read_ids)
+    if not kernels:
+        return reference.causal_conv1d_prefill(
+            *arguments, cu_seqlens, bias=bias, activation=activation, checkpoints=checkpoints, out=out
+        )
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    elif out.data_ptr() == x.data_ptr():
+        raise InvalidArgumentError("out", "x itself", "memory apart from x: tiles read rows that other tiles write")
+    conv_launch.launch_prefill(*arguments, cu_seqlens, bias, activation, checkpoints, out)
+    return out
+
+
+@annotated
+def causal_conv1d_decode(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    conv_state: torch.Tensor,
+    read_ids: torch.Tensor,
+    write_ids: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    activation: Activation = "silu",
+    settled: bool = False,
+    out: torch.Tensor | None = None,
+    backend: Backend = "auto",
+) -> torch.Tensor:
+    """One token for each of N sequences. In place only column `positions mod W` is written.
+
+    Args: as `causal_conv1d_prefill` with `x [N, C]`; `out` may be x itself. settled: the kernel launched directly before
+    this one wrote neither ids, positions nor these windows, which are then loaded while it drains.
+
+    Returns:
+        `[N, C]`; zeros in rows with neither id.
+
+    Raises:
+        InvalidArgumentError, UnsupportedConfigError, BackendUnavailableError: before any launch, nothing changed.
+    """
+    kernels = uses_kernels(backend, x.device)
+    arguments = (x, weight, conv_state, read_ids, write_ids, positions)
+    _check("causal_conv1d_decode", *arguments, bias, activation, out, cu_seqlens=None, kernels=kernels)
+    if not kernels:
+        return reference.causal_conv1d_decode(*arguments, bias=bias, activation=activation, out=out)
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    conv_launch.launch_decode(*arguments, bias, activation, out, early=settled)
+    return out
+
+
+@annotated
+def causal_conv1d_verify(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    conv_state: torch.Tensor,
+    read_ids: torch.Tensor,
+    write_ids: torch.Tensor,
+    positions: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    draft_log: DraftLog,
+    num_accepted: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    activation: Activation = "silu",
+    settled: bool = False,
+    out: torch.Tensor | None = None,
+    backend: Backend = "auto",
+) -> torch.Tensor:
+    """Commit the inputs of accepted drafts to the window, then run up to 8 new tokens a row and log their inputs.
+
+    Args: as `causal_conv1d_decode`, with T packed tokens, and
+        positions: `[N]`, tokens committed in the read slot before this call.
+        draft_log: a log with `x`; num_accepted: `[N]` int32, as `gdn_verify`.
+
+    Returns:
+        `[T, C]`.
+
+    Raises:
+        InvalidArgumentError, UnsupportedConfigError, BackendUnavailableError: before any launch, nothing changed.
+    """
+    kernels = uses_kernels(backend, x.device)
+    arguments = (x, weight, conv_state, read_ids, write_ids, positions)
+    _check("causal_conv1d_verify", *arguments, bias, activation, out, cu_seqlens=cu_seqlens, kernels=kernels)
+    _check_draft(draft_log, num_accepted, read_ids, x.shape[1], x.dtype)
+    if not kernels:
+        return reference.causal_conv1d_verify(
+            *arguments, cu_seqlens, draft_log, num_accepted, bias=bias, activation=activation, out=out
+        )
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    conv_launch.launch_verify(*arguments, cu_seqlens, draft_log, num_accepted, bias, activation, out, early=settled)
+    return out
+
+
+@annotated
+def causal_conv1d_commit(
+    conv_state: torch.Tensor,
+    read_ids: torch.Tensor,
+    write_ids: torch.Tensor,
+    positions: torch.Tensor,
+    draft_log: DraftLog,
+    num_accepted: torch.Tensor,
+    *,
+    backend: Backend = "auto",
+) -> None:
+    """Commit the inputs of accepted drafts to the windows alone; the log is only read. Args: as `causal_conv1d_verify`.
+
+    Raises:
+        InvalidArgumentError, UnsupportedConfigError, BackendUnavailableError: before any launch, nothing changed.
+    """
+    if not isinstance(conv_state, torch.Tensor) or conv_state.dim() != 3:
+        raise InvalidArgumentError("conv_state", getattr(conv_state, "shape", "no tensor"), "a pool [S, W, C]")
+    kernels = uses_kernels(backend, conv_state.device)
+    for name, ids in (("read_ids", read_ids), ("write_ids", write_ids), ("positions", positions)):
+        check_ids(name, ids, read_ids.shape[0], conv_state.device)
+    _check_draft(draft_log, num_accepted, read_ids, conv_state.shape[2], conv_state.dtype)
+    arguments = (conv_state, read_ids, write_ids, positions, draft_log, num_accepted)
+    if kernels:
+        conv_launch.launch_commit(*arguments)
+    else:
+        reference.causal_conv1d_commit(*arguments)

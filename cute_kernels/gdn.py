@@ -1,0 +1,233 @@
+"""Public GDN operators (one decay per value head): validate, choose a backend, launch. Source: Gated DeltaNet, arXiv 2412.06464.
+
+S~ = S diag(exp g);  u = beta (v - S~ k);  S' = S~ + u k^T;  o = scale S' q
+"""
+
+from __future__ import annotations
+
+import torch
+
+from . import prefill_launch, reference, verify_launch
+from .checkpoints import Checkpoints
+from .delta_rule import check_arguments, check_checkpoints, check_commit_arguments, check_log, kind_of, launch_decode
+from .draft_log import DraftLog
+from .ranges import annotated
+from .validation import Backend, uses_kernels
+
+
+@annotated
+def gdn_prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    state: torch.Tensor,
+    read_ids: torch.Tensor,
+    write_ids: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    *,
+    checkpoints: Checkpoints | None = None,
+    scale: float | None = None,
+    qk_l2norm: bool = True,
+    out: torch.Tensor | None = None,
+    backend: Backend = "auto",
+) -> torch.Tensor:
+    """N packed sequences of any lengths, zero included; states in and out by slot id, several kept on the way.
+
+    Args: as `gdn_decode`, with T packed tokens for its N rows, and
+        cu_seqlens: `[N + 1]` int32 bounds of the sequences.
+        checkpoints: states to keep at any token counts within this call.
+
+    Returns:
+        `[T, HV, V]`. Rows beyond `cu_seqlens[N]` are undefined. A sequence with neither id runs from a zero state.
+
+    Raises:
+        InvalidArgumentError, UnsupportedConfigError, BackendUnavailableError: before any launch, nothing changed.
+    """
+    kernels = uses_kernels(backend, q.device)
+    arguments = (q, k, v, a, b, A_log, dt_bias, state, read_ids, write_ids)
+    check_arguments("gdn_prefill", *arguments, out, kda=False, cu_seqlens=cu_seqlens, kernels=kernels)
+    if checkpoints is not None:
+        check_checkpoints(checkpoints, read_ids)
+    if not kernels:
+        return reference.gdn_prefill(
+            *arguments, cu_seqlens, checkpoints=checkpoints, scale=scale, qk_l2norm=qk_l2norm, out=out
+        )
+    if out is None:
+        out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    prefill_launch.launch_prefill(
+        kind_of(False, None),
+        *arguments,
+        cu_seqlens,
+        out,
+        checkpoints=checkpoints,
+        scale=scale,
+        qk_l2norm=qk_l2norm,
+        lower_bound=None,
+    )
+    return out
+
+
+@annotated
+def gdn_decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    state: torch.Tensor,
+    read_ids: torch.Tensor,
+    write_ids: torch.Tensor,
+    *,
+    scale: float | None = None,
+    qk_l2norm: bool = True,
+    settled: bool = False,
+    out: torch.Tensor | None = None,
+    backend: Backend = "auto",
+) -> torch.Tensor:
+    """One token for each of N sequences.
+
+    Args:
+        q, k: `[N, HK, K]`, un-normalised when `qk_l2norm`; rows may be views of a wider packed row.
+        v: `[N, HV, V]`; value head h uses key head `h // (HV // HK)`.
+        a: `[N, HV]` raw gate.
+        b: `[N, HV]` logit of beta.
+        A_log: `[HV]` fp32. dt_bias: `[HV]` fp32.
+        state: `[S, HV, V, K]` pool view, fp32 or bf16, slot stride any multiple of 16 bytes; updated in place.
+        read_ids, write_ids: `[N]` int32 slots. Out of `[0, S)` means none: reading none is a zero state, writing none
+            stores nothing, and a row with neither gives zeros.
+        scale: of the output, default `K ** -0.5`.
+        qk_l2norm: divide q and k by `sqrt(sum x^2 + 1e-6)`.
+        settled: the kernel launched directly before this one on the stream wrote neither these ids nor these slots. The
+            kernel then loads them while that one drains (programmatic dependent launch).
+        out: `[N, HV, V]`, allocated unless given.
+        backend: "auto" (kernels on sm_90, references elsewhere), "kernels" or "reference".
+
+    Returns:
+        `[N, HV, V]` in v's dtype.
+
+    Raises:
+        InvalidArgumentError, UnsupportedConfigError, BackendUnavailableError: before any launch, nothing changed.
+    """
+    kernels = uses_kernels(backend, q.device)
+    arguments = (q, k, v, a, b, A_log, dt_bias, state, read_ids, write_ids)
+    if not kernels:
+        check_arguments("gdn_decode", *arguments, out, kda=False, kernels=False)
+        return reference.gdn_decode(*arguments, scale=scale, qk_l2norm=qk_l2norm, out=out)
+    return launch_decode(
+        *arguments, out, kda=False, lower_bound=None, scale=scale, qk_l2norm=qk_l2norm, settled=settled
+    )
+
+
+@annotated
+def gdn_verify(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    state: torch.Tensor,
+    read_ids: torch.Tensor,
+    write_ids: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    draft_log: DraftLog,
+    num_accepted: torch.Tensor,
+    *,
+    round_every_token: bool = False,
+    scale: float | None = None,
+    qk_l2norm: bool = True,
+    out: torch.Tensor | None = None,
+    backend: Backend = "auto",
+) -> torch.Tensor:
+    """Commit the accepted drafts of the previous step, then run up to 8 new tokens a row, for one read and one write.
+
+    The state of `read_ids` is advanced by the first `num_accepted` logged tokens and stored to `write_ids`; the new
+    tokens run from there without being stored, and are logged in the half that is not being read.
+
+    Args: as `gdn_decode`, with T packed tokens for its N rows, and
+        cu_seqlens: `[N + 1]` int32; each row has 0 to `draft_log.max_tokens` tokens.
+        draft_log: what the previous step logged, and where this one logs.
+        num_accepted: `[N]` int32. 0 commits nothing; a count outside `0..Tmax` makes the row read and write nothing.
+        round_every_token: round a bf16 state after every token, so that it equals step-by-step decode bit for bit.
+
+    Returns:
+        `[T, HV, V]`.
+
+    Raises:
+        InvalidArgumentError, UnsupportedConfigError, BackendUnavailableError: before any launch, nothing changed.
+    """
+    kernels = uses_kernels(backend, q.device)
+    arguments = (q, k, v, a, b, A_log, dt_bias, state, read_ids, write_ids)
+    check_arguments("gdn_verify", *arguments, out, kda=False, cu_seqlens=cu_seqlens, kernels=kernels)
+    check_log(draft_log, num_accepted, read_ids.shape[0], q.shape[1], v.shape[1], kda=False, kernels=kernels)
+    if not kernels:
+        return reference.gdn_verify(
+            *arguments,
+            cu_seqlens,
+            draft_log,
+            num_accepted,
+            round_every_token=round_every_token,
+            scale=scale,
+            qk_l2norm=qk_l2norm,
+            out=out,
+        )
+    if out is None:
+        out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    verify_launch.launch_verify(
+        kind_of(False, None),
+        *arguments,
+        cu_seqlens,
+        draft_log,
+        num_accepted,
+        out,
+        round_every_token=round_every_token,
+        scale=scale,
+        qk_l2norm=qk_l2norm,
+        lower_bound=None,
+    )
+    return out
+
+
+@annotated
+def gdn_commit(
+    state: torch.Tensor,
+    read_ids: torch.Tensor,
+    write_ids: torch.Tensor,
+    draft_log: DraftLog,
+    num_accepted: torch.Tensor,
+    *,
+    round_every_token: bool = False,
+    backend: Backend = "auto",
+) -> None:
+    """The first half of a verify step alone: fold accepted drafts into the state, for instance before it is published.
+
+    Args: as `gdn_verify`. The log is only read.
+
+    Raises:
+        InvalidArgumentError, UnsupportedConfigError, BackendUnavailableError: before any launch, nothing changed.
+    """
+    kernels = uses_kernels(backend, state.device)
+    check_commit_arguments("gdn_commit", None, None, state, read_ids, write_ids, kernels=kernels)
+    check_log(draft_log, num_accepted, read_ids.shape[0], None, state.shape[1], kda=False, kernels=kernels)
+    if not kernels:
+        reference.gdn_commit(state, read_ids, write_ids, draft_log, num_accepted, round_every_token=round_every_token)
+        return
+    verify_launch.launch_commit(
+        kind_of(False, None),
+        None,
+        None,
+        state,
+        read_ids,
+        write_ids,
+        draft_log,
+        num_accepted,
+        round_every_token=round_every_token,
+        lower_bound=None,
+    )

@@ -1,0 +1,170 @@
+"""The compile cache: keys, corrupt and foreign entries, folder safety, two processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+import pytest
+
+from compact_state.cute_kernels.compile import cache, fingerprint, shared_library
+from compact_state.cute_kernels.compile.manifest import manifest
+from compact_state.cute_kernels.compile.report import parse_remarks
+from compact_state.cute_kernels.configs.recurrent import RecurrentDecodeKey, candidates
+from compact_state.cute_kernels.configs.state_ids import StateIdsKey
+from compact_state.cute_kernels.errors import BackendUnavailableError, CompileCacheError, CompileError
+
+KEY = StateIdsKey(counts=False, half=False, next_ids=False)
+
+
+@pytest.fixture
+def cache_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("COMPACT_STATE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("COMPACT_STATE_KERNELS", raising=False)
+    return tmp_path / "cache"
+
+
+def test_folder_is_made_private(cache_folder):
+    assert cache.cache_dir() == cache_folder
+    assert cache_folder.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o722])
+def test_folder_that_others_can_write_is_refused(cache_folder, mode):
+    cache_folder.mkdir()
+    cache_folder.chmod(mode)
+    with pytest.raises(CompileCacheError, match=r"nobody else can write"):
+        cache.cache_dir()
+
+
+def test_folder_that_is_a_file_is_refused(cache_folder):
+    cache_folder.write_text("")
+    with pytest.raises(CompileCacheError, match="COMPACT_STATE_CACHE_DIR"):
+        cache.cache_dir()
+
+
+def test_every_field_of_a_key_changes_symbol_and_path(cache_folder):
+    """A field that the name left out would let two kernels share one object."""
+    for entry in manifest():
+        for field in dataclasses.fields(entry.key):
+            value = getattr(entry.key, field.name)
+            if not isinstance(value, bool):
+                continue
+            other = dataclasses.replace(entry.key, **{field.name: not value})
+            assert other.symbol() != entry.key.symbol(), field.name
+            assert cache.object_path(entry.kernel_file, other) != cache.object_path(entry.kernel_file, entry.key)
+
+
+def test_symbols_are_unique_identifiers():
+    symbols = [entry.key.symbol() for entry in manifest()]
+    assert len(set(symbols)) == len(symbols)
+    assert all(symbol.isidentifier() for symbol in symbols)
+
+
+def test_candidates_are_legal_and_include_the_heuristic():
+    space = candidates("gdn", "float32")
+    assert all(key.rejection() is None for key in space)
+    assert RecurrentDecodeKey("gdn", "float32", 3, 4, False).rejection() is not None
+    assert RecurrentDecodeKey("gdn", "float32", 4, 16, False).rejection() is not None
+
+
+def test_fingerprint_follows_imports(tmp_path, monkeypatch):
+    monkeypatch.setattr(fingerprint, "PACKAGE_ROOT", tmp_path)
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "device").mkdir()
+    kernel, piece, other = (
+        tmp_path / "kernels" / "k.py",
+        tmp_path / "device" / "piece.py",
+        tmp_path / "device" / "other.py",
+    )
+    kernel.write_text("from ..device.piece import x\n")
+    piece.write_text("x = 1\n")
+    other.write_text("y = 1\n")
+
+    def value():
+        fingerprint.source_fingerprint.cache_clear()
+        return fingerprint.source_fingerprint(kernel)
+
+    first = value()
+    other.write_text("y = 2\n")
+    assert value() == first
+    piece.write_text("x = 2\n")
+    assert value() != first
+    fingerprint.source_fingerprint.cache_clear()
+
+
+def test_compiler_and_environment_are_part_of_the_path(cache_folder, monkeypatch):
+    first = cache.object_path("state_ids", KEY)
+    monkeypatch.setenv("CUTE_DSL_LINEINFO", "1")
+    assert cache.object_path("state_ids", KEY) != first
+    monkeypatch.delenv("CUTE_DSL_LINEINFO")
+    monkeypatch.setattr(cache, "cache_digest", lambda *a: "other")
+    assert cache.object_path("state_ids", KEY) != first
+
+
+@pytest.mark.compile
+def test_J9_truncated_and_foreign_objects_are_rebuilt(cache_folder):
+    path = cache.ensure_object("state_ids", KEY)
+    whole = path.read_bytes()
+    for damage in (whole[: len(whole) // 2], b"", b"not an object" + whole):
+        path.write_bytes(damage)
+        built = cache.compile_count
+        assert cache.ensure_object("state_ids", KEY) == path
+        assert cache.compile_count == built + 1
+        assert path.stat().st_size > 1000
+    built = cache.compile_count
+    cache.ensure_object("state_ids", KEY)
+    assert cache.compile_count == built
+
+
+def test_without_compiler_and_library_the_error_says_what_to_do(cache_folder, monkeypatch):
+    monkeypatch.setattr(cache, "dsl_available", lambda: False)
+    with pytest.raises(BackendUnavailableError, match=r"advance_state_ids.*compact-state build --shared"):
+        cache.jit_cache("state_ids")(KEY)
+
+
+def test_library_of_other_sources_is_not_used(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("COMPACT_STATE_KERNELS", str(tmp_path))
+    monkeypatch.setattr(shared_library, "_open", lambda path: (object(), {"f": "digest of other sources"}))
+    assert shared_library.find("f", "ours") is None
+    assert "other sources" in caplog.text
+    assert shared_library.find("absent", "ours") is None
+
+
+def test_broken_library_is_one_log_line(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("COMPACT_STATE_KERNELS", str(tmp_path))
+    (tmp_path / shared_library.INDEX).write_text("{")
+    assert shared_library.find("f", "ours") is None
+    assert "not used" in caplog.text
+
+
+def test_silent_compiler_output_is_an_error():
+    with pytest.raises(CompileError, match="no resource remarks"):
+        parse_remarks("all is well")
+
+
+def test_remarks_report_spills_and_serialised_wgmma():
+    text = "Used 168 registers\n 8 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads\n C7512 potential"
+    report = parse_remarks(text)
+    assert (report.registers, report.stack_bytes, report.spill_store_bytes, report.spill_load_bytes) == (168, 8, 4, 12)
+    assert report.wgmma_serialized
+
+
+def test_lookup_is_by_key_alone(monkeypatch):
+    loaded = []
+    monkeypatch.setattr(cache, "_load", lambda file, key: loaded.append(key) or (lambda: None))
+    lookup = cache.jit_cache("state_ids")
+    assert lookup(KEY) is lookup(StateIdsKey(counts=False, half=False, next_ids=False))
+    assert lookup(KEY) is not lookup(StateIdsKey(counts=True, half=False, next_ids=False))
+    assert len(loaded) == 2
+
+
+def test_only_build_functions_call_the_compiler():
+    root = Path(fingerprint.__file__).parents[1]
+    for file in root.rglob("*.py"):
+        text = file.read_text()
+        if "cute_compile(" in text and file.name != "cache.py":
+            assert file.parent.name == "kernels"
+        assert "cute.compile(" not in text or file.name == "cache.py"
+    assert os.environ["CUTE_DSL_ARCH"] == "sm_90a"
