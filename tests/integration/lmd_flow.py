@@ -49,6 +49,8 @@ class Device:
     """Executes queued forwards on host records; `slots[s]` = tokens of the state in slot s, None = garbage."""
 
     device_type = "cpu"
+    #: Whether `slots` is kept: what it holds is compared with what the index says.
+    records = True
 
     def __init__(self, num_slots: int, factory: ARStrategyFactory) -> None:
         self.slots: list[tuple[int, ...] | None] = [None] * num_slots
@@ -87,8 +89,7 @@ class Device:
             steps = self.step_inputs
             inputs, extra, stopping = steps.model_inputs, steps.extra_inputs, steps.stopping_criteria
             sampling.update_delta(steps.sampling_delta)
-        contexts = self._forward(inputs, work["cache_inputs"])
-        tokens = torch.tensor([next_token(context, self.epoch) for context in contexts])
+        tokens = self._forward(inputs, work["cache_inputs"])
         stopped, stop_pos, stopping = stopping.step(tokens, sampling.stop_words, inputs=inputs, extra_inputs=extra)
         outputs = BatchedOutputs(next_token_ids=tokens, stopped=stopped, stop_pos=stop_pos)
         sampling_delta = sampling.get_delta()
@@ -99,7 +100,8 @@ class Device:
             self.step_inputs.merge_prefill(*arguments)
         return outputs
 
-    def _forward(self, inputs: Any, cache_inputs: Any) -> list[tuple[int, ...]]:
+    def _forward(self, inputs: Any, cache_inputs: Any) -> torch.Tensor:
+        """The next token of each row."""
         assert inputs.state_offsets.shape == (len(inputs.seq_length), 2)
         assert inputs.state_offsets.dtype == torch.int32
         exports = getattr(cache_inputs, "exports", None)
@@ -142,7 +144,7 @@ class Device:
         if cache_inputs is not None:
             self._copy(cache_inputs.kv_save_plan)
         self.forwards.append({"ids": ids, "lengths": inputs.seq_length.tolist(), "exports": exports})
-        return contexts
+        return torch.tensor([next_token(context, self.epoch) for context in contexts])
 
     def _copy(self, plan: torch.Tensor | None) -> None:
         if plan is None:
@@ -164,6 +166,7 @@ class Flow:
         blocks: int = 256,
         prefill_tokens: int = 1024,
         caching: bool = True,
+        device: type[Device] = Device,
     ) -> None:
         from compact_state.integration.lmdeploy.cache import num_slots as default_slots
 
@@ -193,7 +196,7 @@ class Flow:
         seq_strategy, sampling = factory.build_sequence_strategy(), factory.build_sampling_strategy()
         meta = SequenceMeta(BLOCK, strategy=seq_strategy, sampling_strategy=sampling)
         self.scheduler = Scheduler(scheduler_config, cache_config, seq_meta=meta)
-        self.device = Device(slots, factory)
+        self.device = device(slots, factory)
         maker_config = InputsMakerConfig(
             max_batches=max_batches,
             max_prefill_token_num=prefill_tokens,
@@ -311,7 +314,7 @@ class Flow:
         for node in nodes:
             data = node.state_checkpoint.exact_match_data
             held = self.device.slots[node.state_checkpoint.slot]
-            if not self.device.queue:
+            if self.device.records and not self.device.queue:
                 assert held == tuple(data.token_ids.tolist()), "a checkpoint holds another state than its key names"
 
     async def _sleep(self) -> None:

@@ -1,0 +1,171 @@
+#!/usr/bin/env python3
+"""Write a small random Qwen3.5 checkpoint, with tokenizer, whose answers depend on the whole prompt.
+
+    python lmd_tiny.py OUT_DIR [--shape tiny|0.8b] [--seed N]
+
+Drawn as transformers draws it, such a model answers one token for ever: the residual stream carries the embedding of the
+last token to a head that is that same embedding. Here the head is a matrix of its own, every projection keeps the scale
+of its input, and the gates decay slowly, so that the states of the linear layers decide the answer.
+
+Needs torch, transformers (made with 5.17), tokenizers. No GPU. The same versions write the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SPECIAL_TOKENS = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<unk>"]
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{m['role']}}\n{{m['content']}}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+_TINY: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "max_position_embeddings": 8192,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": _TINY,
+    # The layer widths of Qwen3.5-0.8B with a small vocabulary: random weights have no use for a large one.
+    "0.8b": {
+        "vocab_size": 8192,
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "max_position_embeddings": 65536,
+    },
+}
+
+
+def make_config(shape: str = "tiny") -> Any:
+    """The Qwen3_5Config: three linear-attention layers, then one of full attention, repeated."""
+    from transformers import Qwen3_5Config
+
+    sizes = SHAPES[shape]
+    pairs = int(sizes["head_dim"] * 0.25) // 2
+    width = pairs // 3
+    text = {
+        **sizes,
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * (sizes["num_hidden_layers"] // 4),
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10_000_000,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [(pairs - width + 1) // 2, (pairs - width) // 2, width],
+            "mrope_interleaved": True,
+        },
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "attn_output_gate": True,
+        "tie_word_embeddings": False,
+        "mtp_num_hidden_layers": 1,
+        "dtype": "bfloat16",
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    vision = {
+        "depth": 1,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_heads": 2,
+        "out_hidden_size": sizes["hidden_size"],
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "num_position_embeddings": 16,
+    }
+    return Qwen3_5Config(
+        text_config=text,
+        vision_config=vision,
+        tie_word_embeddings=False,
+        image_token_id=500,
+        video_token_id=501,
+        vision_start_token_id=502,
+        vision_end_token_id=503,
+        dtype="bfloat16",
+    )
+
+
+@torch.no_grad()
+def make_model(shape: str = "tiny", seed: int = 0) -> Any:
+    """The random model in bfloat16."""
+    from transformers import Qwen3_5ForConditionalGeneration
+
+    torch.manual_seed(seed)
+    model = Qwen3_5ForConditionalGeneration(make_config(shape)).to(torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if name.endswith("A_log"):
+            parameter.uniform_(-5.0, -1.0)
+        elif name.endswith("dt_bias"):
+            parameter.uniform_(-2.0, 0.0)
+        elif name.endswith("conv1d.weight"):
+            parameter.normal_(0.0, 0.5)
+        elif name.endswith("embed_tokens.weight"):
+            parameter.normal_(0.0, 1.0)
+        elif name.endswith("lm_head.weight"):
+            # Wide logits: a bf16 rounding elsewhere seldom changes the largest one.
+            parameter.normal_(0.0, 4.0 * parameter.shape[1] ** -0.5)
+        elif parameter.dim() == 2 and "visual" not in name:
+            parameter.normal_(0.0, parameter.shape[1] ** -0.5)
+    return model
+
+
+def make_tokenizer() -> Any:
+    """A byte-level BPE tokenizer without merges: 6 special tokens and the 256 bytes, so it round-trips any text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = SPECIAL_TOKENS + sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=[], unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        additional_special_tokens=["<|im_start|>", "<|im_end|>"],
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def write_checkpoint(out_dir: Path, shape: str = "tiny", seed: int = 0) -> Path:
+    """Write config, weights and tokenizer to `out_dir`; returns it."""
+    out_dir.mkdir(parents=True, exist_ok=True)
+    make_model(shape, seed).save_pretrained(out_dir)
+    make_tokenizer().save_pretrained(out_dir)
+    return out_dir
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out_dir", type=Path, help="directory to write to; made if missing")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random weights (default 0)")
+    arguments = parser.parse_args()
+    write_checkpoint(arguments.out_dir, arguments.shape, arguments.seed)
+
+
+if __name__ == "__main__":
+    main()
