@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from ...cute_kernels import Checkpoints, gdn, kda
 from ...cute_kernels import conv1d as conv
+from ...cute_kernels.validation import Backend
 from ...pool import LayerSpec, StateLayout, StatePool
 
 Kind = Literal["gdn", "kda"]
@@ -112,11 +113,11 @@ class ToyLayer:
         self.A_log = (0.3 * torch.rand(heads, generator=rng)).to(device)
 
     def __call__(
-        self, x: torch.Tensor, batch: Batch, windows: torch.Tensor, states: torch.Tensor, backend: Any
+        self, x: torch.Tensor, batch: Batch, windows: torch.Tensor, states: torch.Tensor, backend: Backend
     ) -> torch.Tensor:
         """`x [T, hidden]` to `[T, hidden]`, updating the layer's windows and states in place."""
         shape, size = self.shape, self.config.head_dim
-        mixed, z, gate, b, _ = F.linear(rms_norm(x), self.project_in).split(self.parts, dim=-1)
+        mixed, z, gate, b, _ = torch.split(F.linear(rms_norm(x), self.project_in), self.parts, dim=-1)
         if batch.cu_seqlens is None:
             mixed = conv.causal_conv1d_decode(
                 mixed, self.conv_weight, windows, batch.read_ids, batch.write_ids, batch.positions, backend=backend
@@ -127,19 +128,19 @@ class ToyLayer:
                 checkpoints=batch.checkpoints, backend=backend,
             )  # fmt: skip
         keys = shape.key_heads * size
-        q, k, v = mixed.split([keys, keys, shape.value_heads * size], dim=-1)
-        heads = [part.unflatten(-1, (-1, size)) for part in (q, k, v)]  # type: ignore[no-untyped-call]
+        q, k, v = torch.split(mixed, [keys, keys, shape.value_heads * size], dim=-1)
+        heads = [torch.unflatten(part, -1, (-1, size)) for part in (q, k, v)]
         o = self._recurrence(heads, gate, b, states, batch, backend)
         o = rms_norm(o).flatten(-2) * F.silu(z)
         return F.linear(o, self.project_out)
 
     def _recurrence(
         self, heads: list[torch.Tensor], gate: torch.Tensor, b: torch.Tensor, states: torch.Tensor, batch: Batch,
-        backend: Any,
+        backend: Backend,
     ) -> torch.Tensor:  # fmt: skip
         options: dict[str, Any] = {"backend": backend}
         if self.shape.kind == "kda":
-            gate = gate.unflatten(-1, (-1, self.config.head_dim))  # type: ignore[no-untyped-call]
+            gate = torch.unflatten(gate, -1, (-1, self.config.head_dim))
             options["lower_bound"] = self.shape.lower_bound
         arguments = (*heads, gate, b, self.A_log, self.dt_bias, states, batch.read_ids, batch.write_ids)
         module: Any = gdn if self.shape.kind == "gdn" else kda
@@ -154,7 +155,7 @@ class ToyLayer:
 class ToyModel:
     """Embedding, layers with residuals, and logits. `forward` works on the slots of whatever pool it is given."""
 
-    def __init__(self, config: ModelConfig, device: torch.device, seed: int, backend: str) -> None:
+    def __init__(self, config: ModelConfig, device: torch.device, seed: int, backend: Backend) -> None:
         rng = torch.Generator().manual_seed(seed)
         self.config, self.device, self.backend = config, device, backend
         self.embedding = torch.randn(config.vocab, config.hidden, generator=rng).to(device, config.dtype)

@@ -20,6 +20,7 @@ class DemoReport:
     requests: int
     cancelled: int
     preemptions: int
+    admissions_delayed: int
     steps: int
     prompt_tokens: int
     generated_tokens: int
@@ -61,9 +62,9 @@ class DemoReport:
         table.add_column(justify="right")
         rows = [
             ("device, backend", f"{self.device}, {self.backend}"),
-            ("requests", f"{self.requests} ({self.cancelled} cancelled, {self.preemptions} preemptions)"),
+            ("requests", f"{self.requests} ({self.cancelled} cancelled, {self.preemptions} preempted)"),
             ("tokens", f"{self.prompt_tokens:,} prompt + {self.generated_tokens:,} generated"),
-            ("prefix hits", f"{self.hits}"),
+            ("requests restored from a checkpoint", f"{self.hits}"),
             ("tokens not recomputed", f"{self.tokens_not_recomputed:,}"),
             ("checkpoints", f"{self.checkpoints_published} published, {self.evictions} evicted"),
             ("state bytes copied by this pool", f"{self.copied_bytes:,}"),

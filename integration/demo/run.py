@@ -9,18 +9,18 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ...cute_kernels.validation import uses_kernels
+from ...cute_kernels.validation import Backend, uses_kernels
 from .check import Checker
 from .model import ModelConfig, ToyModel
 from .report import DemoMismatchError, DemoReport
 from .serve import Server, ServeSettings
-from .trace import make_trace
+from .trace import TraceRequest, make_trace
 
 TIMELINE_FILE = "timeline.png"
 REPORT_FILE = "demo.json"
 
 
-def pick_device(backend: str) -> torch.device:
+def pick_device(backend: Backend) -> torch.device:
     """The GPU if kernels can run there (and are not ruled out by backend="reference"), else the CPU."""
     if backend != "reference" and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
         return torch.device("cuda", torch.cuda.current_device())
@@ -30,11 +30,12 @@ def pick_device(backend: str) -> torch.device:
 def run_demo(
     out_dir: str | Path,
     seed: int = 0,
-    backend: str = "auto",
+    backend: Backend = "auto",
     requests: int = 64,
     *,
     device: str | torch.device | None = None,
     settings: ServeSettings | None = None,
+    trace: list[TraceRequest] | None = None,
     console: Console | None = None,
 ) -> DemoReport:
     """Serves a seeded trace, checks every output against an isolated recomputation, and writes picture and JSON.
@@ -46,6 +47,7 @@ def run_demo(
         requests: requests in the trace.
         device: where to run; default the GPU if kernels can run there, else the CPU.
         settings: limits of the server.
+        trace: what to serve instead of `requests` requests from the seed.
         console: where progress and table go; default stdout.
 
     Returns:
@@ -58,12 +60,12 @@ def run_demo(
     console = console or Console()
     settings = settings or ServeSettings()
     place = pick_device(backend) if device is None else torch.device(device)
-    kernels = uses_kernels(backend, place)  # type: ignore[arg-type]
+    kernels = uses_kernels(backend, place)
     folder = Path(out_dir)
     folder.mkdir(parents=True, exist_ok=True)
     config = ModelConfig.for_device(place)
     model = ToyModel(config, place, seed, backend)
-    trace = make_trace(seed, requests, config.vocab)
+    trace = make_trace(seed, requests, config.vocab) if trace is None else trace
     server, checker = Server(model, trace, settings), Checker(model)
     with Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
@@ -86,6 +88,7 @@ def run_demo(
         requests=len(outcomes),
         cancelled=sum(outcome.cancelled for outcome in outcomes),
         preemptions=sum(outcome.preempted for outcome in outcomes),
+        admissions_delayed=server.waits,
         steps=server.steps,
         prompt_tokens=sum(outcome.prompt for outcome in outcomes),
         generated_tokens=sum(len(outcome.tokens) - outcome.prompt for outcome in outcomes),

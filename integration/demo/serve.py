@@ -33,14 +33,16 @@ from .trace import TraceRequest
 class ServeSettings:
     """Limits of the server. The checkpoint interval is no multiple of a chunk: checkpoints end chunks early.
 
-    A resumed request starts on a multiple of the interval or at the end of an answer, so chunks begin anywhere.
+    A resumed request starts on a multiple of the interval or at the end of an answer, so chunks begin anywhere. Every
+    `preempt_every` steps the youngest running request is preempted, as a server short of KV memory does.
     """
 
     num_slots: int = 20
-    max_running: int = 10
+    max_running: int = 24
     chunk: int = 88
     step_tokens: int = 280
     interval: int = 40
+    preempt_every: int = 12
 
 
 @dataclass
@@ -72,6 +74,7 @@ class Server:
         self.table = StateIdTable(settings.max_running, device=model.device)
         self.timeline = Timeline(self.pool.ledger, self.index)
         self.served: dict[int, Served] = {}
+        self.waits = 0
         self.published = 0
         self.steps = 0
         self.tracked_steps = 0
@@ -80,6 +83,7 @@ class Server:
         self._waiting: deque[StateRequest] = deque()
         self._running: list[StateRequest] = []
         self._arrived: dict[int, int] = {}
+        #: Request of each row of the last step; None once it gave its state up.
         self._last_rows: list[object] = []
 
     def run(self, advance: Callable[[int], None]) -> None:
@@ -88,11 +92,13 @@ class Server:
         while self._future or self._blocked or self._waiting or self._running:
             self._arrive()
             self._cancel()
+            if self.steps % self.settings.preempt_every == self.settings.preempt_every - 1 and self._running:
+                self._preempt()
             self._admit()
-            if self._running:
-                self._step()
+            rows = self._rows()
+            if rows:
+                self._step(rows)
             self.steps += 1
-            self.timeline.record(len(self._running))
             now = sum(number in self._finished for number in self.served)
             advance(now - ended)
             ended = now
@@ -127,6 +133,7 @@ class Server:
         while self._waiting and len(self._running) < self.settings.max_running:
             request = self._waiting[0]
             if not self.life.admit(request):
+                self.waits += 1
                 return
             self._running.append(self._waiting.popleft())
             self._served(request).resumed.append(request.resumed)
@@ -135,8 +142,7 @@ class Server:
         assert isinstance(request.id, int)
         return self.served[request.id]
 
-    def _step(self) -> None:
-        rows = self._rows()
+    def _step(self, rows: list[StepRow]) -> None:
         while True:
             try:
                 plan = self.life.plan(rows)
@@ -144,10 +150,12 @@ class Server:
             except CapacityError:
                 if self.life.fences.wait_oldest():
                     continue
-                self._preempt(rows)
+                gone = self._preempt()
+                rows = [row for row in rows if row.request is not gone]
                 if not rows:
                     return
         self.published += len(plan.entries)
+        self.timeline.record(len(self._running))
         hidden = self._launch(rows, plan)
         fence = CudaFence(self.model.device) if self.model.device.type == "cuda" else None
         self.life.launched(plan.step, fence)
@@ -157,7 +165,8 @@ class Server:
     def _rows(self) -> list[StepRow]:
         """Rows with one token first, then pieces of prompts within the step's token budget."""
         settings, budget = self.settings, self.settings.step_tokens
-        single, pieces = [], []
+        single: list[StepRow] = []
+        pieces: list[StepRow] = []
         for request in self._running:
             left = len(request.key) - request.position
             count = min(left, settings.chunk, budget)
@@ -169,13 +178,14 @@ class Server:
             (single if count == 1 else pieces).append(row)
         return single + pieces
 
-    def _preempt(self, rows: list[StepRow]) -> None:
+    def _preempt(self) -> StateRequest:
         """Gives up the youngest running request; it waits for admission again, in front."""
         request = self._running.pop()
-        rows[:] = [row for row in rows if row.request is not request]
         self._served(request).preempted += 1
         self.published += self.life.preempt(request) is not None
         self._waiting.appendleft(request)
+        self._last_rows = [None if number == request.id else number for number in self._last_rows]
+        return request
 
     def _launch(self, rows: list[StepRow], plan: StepPlan) -> list[torch.Tensor]:
         """Runs one-token rows through decode and the others through prefill; hidden states of each row."""
@@ -191,13 +201,17 @@ class Server:
             packed = torch.tensor([token for row in tokens[part] for token in row], device=device)
             ids = (table.read_ids[part], table.write_ids[part], table.positions[part])
             batch = Batch(*ids) if part.start == 0 and singles else self._prefill_batch(ids, counts[part], plan, part)
-            results += self.model.forward(packed, self.pool, batch).split(counts[part])
+            results += torch.split(self.model.forward(packed, self.pool, batch), counts[part])
         progress = torch.tensor(counts, dtype=torch.int32, device=device)
         used = slice(0, len(rows))
         advance_state_ids(
-            table.read_ids[used], table.write_ids[used], table.positions[used], num_slots=self.pool.num_slots,
-            num_tokens=progress, backend=self.model.backend,
-        )  # type: ignore[arg-type]  # fmt: skip
+            table.read_ids[used],
+            table.write_ids[used],
+            table.positions[used],
+            num_slots=self.pool.num_slots,
+            num_tokens=progress,
+            backend=self.model.backend,
+        )
         return results
 
     def _stage(self, rows: list[StepRow], plan: StepPlan) -> None:

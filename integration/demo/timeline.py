@@ -11,14 +11,14 @@ FREE, RUNNING, SHARED, CHECKPOINT, DRAINING = range(5)
 LEGEND = (
     ("free", "#f2f2f2"),
     ("running request", "#3b75af"),
-    ("checkpoint and running state: one slot", "#7f3fbf"),
+    ("checkpoint that requests run from", "#7f3fbf"),
     ("checkpoint", "#e59c2f"),
     ("released, step in flight", "#9aa5b1"),
 )
 
 
 class Timeline:
-    """Samples the ledger once a step."""
+    """Samples the ledger once a step, when the step's rows are planned and before its fence has passed."""
 
     def __init__(self, ledger: Ledger, index: CheckpointIndex) -> None:
         self.ledger, self.index = ledger, index
@@ -37,7 +37,8 @@ class Timeline:
         if condition is Condition.FREE:
             return FREE
         if record.entry is not None:
-            return SHARED if record.readers else CHECKPOINT
+            used = record.readers or record.read_step > self.ledger.done
+            return SHARED if used else CHECKPOINT
         return RUNNING if record.owner is not None or record.readers else DRAINING
 
     @property
@@ -64,6 +65,7 @@ class Timeline:
         import numpy as np
         from matplotlib.colors import ListedColormap
         from matplotlib.patches import Patch
+        from matplotlib.ticker import MaxNLocator
 
         figure, (top, bottom) = plt.subplots(
             2, 1, figsize=(12, 7), sharex=True, height_ratios=(3, 1), layout="constrained"
@@ -75,6 +77,7 @@ class Timeline:
             origin="lower",
         )  # fmt: skip
         top.set(ylabel="slot", title="Who holds each slot of the state pool")
+        top.yaxis.set_major_locator(MaxNLocator(integer=True))
         top.legend(
             handles=[Patch(color=colour, label=label) for label, colour in LEGEND], ncols=len(LEGEND), fontsize=8,
             loc="upper center", bbox_to_anchor=(0.5, -0.02), frameon=False,

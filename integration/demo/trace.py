@@ -29,16 +29,19 @@ class TraceRequest:
     cancel_after: int | None
 
 
-def make_trace(seed: int, requests: int, vocab: int) -> list[TraceRequest]:
-    """`requests` requests over a handful of system prompts; one in four follows up, one in eight is cancelled."""
+def make_trace(seed: int, requests: int, vocab: int, *, scale: float = 1.0) -> list[TraceRequest]:
+    """`requests` requests over a handful of system prompts; one in four follows up, one in eight is cancelled.
+
+    `scale` multiplies the lengths of prompts.
+    """
     rng = random.Random(seed)
 
     def tokens(low: int, high: int) -> tuple[int, ...]:
-        return tuple(rng.randrange(vocab) for _ in range(rng.randint(low, high)))
+        return tuple(rng.randrange(vocab) for _ in range(max(1, round(scale * rng.randint(low, high)))))
 
     # The later prompts begin like the first one: prefixes that part in the middle.
     system = [tokens(130, 200)]
-    system += [system[0][: 64 * i + 40] + tokens(30, 90) for i in range(2)]
+    system += [system[0][: round(scale * (64 * i + 40))] + tokens(30, 90) for i in range(2)]
     system += [tokens(30, 150) for _ in range(3)]
     trace: list[TraceRequest] = []
     arrival = 0

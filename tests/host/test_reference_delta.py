@@ -204,12 +204,12 @@ def test_C7_value_head_uses_key_head_of_its_group(kind):
 
 @pytest.mark.parametrize("kind", ["gdn", "kda"])
 def test_E4_beta_is_not_rounded_to_the_input_dtype(kind):
-    """beta(0.5) is 0.6224593 although b is bf16, so the fp32 state error stays flat over 1,000 steps."""
+    """beta(0.5) is 0.6224593 although b is bf16, so the fp32 state error stays flat over 400 steps."""
     inputs = ds.delta_inputs(kind, "trained", 8, 1, 1, head_dim_k=16, head_dim_v=16)
     inputs.b.fill_(0.5)
     single, double = torch.zeros(1, 1, 16, 16), torch.zeros(1, 1, 16, 16, dtype=D)
     one = ds.ids(0)
-    for t in range(1000):
+    for t in range(400):
         step = inputs.rows(slice(t % 8, t % 8 + 1))
         DECODE[kind](*step.tensors, single, one, one, **inputs.gate_options)
         DECODE[kind](*step.tensors, double, one, one, compute_dtype=D, **inputs.gate_options)
@@ -304,6 +304,30 @@ def test_E10_constant_gates(kind, g):
         q, k, v, gate, b, *parameters = inputs.rows(slice(0, 1)).tensors
         DECODE[kind](q, k * 0, v, gate, b, *parameters, pool, ds.ids(0), ds.ids(0), compute_dtype=D)
         torch.testing.assert_close(float(pool[0, 0, 0, 0]), 0.36788, rtol=2e-2, atol=0)
+
+
+@pytest.mark.parametrize("case", ["one spike", "fast everywhere", "half kept, half dropped"])
+def test_E1_unbounded_gates(case):
+    """One channel at -2661, all at -6 (span 384), a mix of 0 and -50: finite and equal to the plain loop."""
+    inputs = small("kda", "zero", 64, hk=1, hv=1)
+
+    def raw(g):
+        return -g if g < -20 else math.log(math.expm1(-g))
+
+    if case == "one spike":
+        inputs.gate.fill_(raw(-0.01))
+        inputs.gate[10, 0, 3] = raw(-2661.0)
+    elif case == "fast everywhere":
+        inputs.gate.fill_(raw(-6.0))
+    else:
+        inputs.gate[..., 1::2] = raw(-50.0)
+    initial = ds.initial_states(1, 1, 24, 16)
+    expected, final, _ = plain_loop(inputs, [64], initial)
+    for run in (kda.kda_prefill, kda.kda_prefill_chunked):
+        pool = initial.clone()
+        out = run(*inputs.tensors, pool, ds.ids(0), ds.ids(0), ds.cu_seqlens([64]))
+        metrics.assert_close(out, expected, 0.002, "output")
+        metrics.assert_close(pool, final, 1e-5, "state")
 
 
 def test_datasets_have_the_statistics_they_promise():

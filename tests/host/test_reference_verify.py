@@ -199,3 +199,38 @@ def test_A7_a_parked_request_keeps_its_state():
     single_steps(drafts, trial, 0, (0, 1, 2))
     single_steps(drafts, trial, 1, (3, 4))
     assert torch.equal(pool, trial)
+
+
+@pytest.mark.parametrize("kind", ["gdn", "kda"])
+def test_F2_rows_of_different_lengths_equal_their_single_runs(kind):
+    """Query lengths 2, 2, 1 and 0 in one call: drafts, drafts, a lone token, and a row that only commits."""
+    lengths = (2, 2, 1, 0)
+    drafts = small(kind, sum(lengths))
+    pool, log, ids = live_pool(4), new_log(kind, 4), ds.ids(3, 1, 0, 2)
+    out = VERIFY[kind](
+        *drafts.tensors, pool, ids, ids, ds.cu_seqlens(lengths), log, ds.ids(0, 0, 0, 0), **drafts.gate_options
+    )
+    start = 0
+    for slot, length in zip((3, 1, 0, 2), lengths):
+        expected = single_steps(drafts, live_pool(4), slot, range(start, start + length))
+        assert torch.equal(out[start : start + length], expected)
+        start += length
+    assert torch.equal(pool, live_pool(4))
+
+
+@pytest.mark.parametrize("kind", ["gdn", "kda"])
+def test_F8_any_sequence_of_accepts_and_rejects_equals_a_straight_run(kind):
+    """Verify 4, accept 2; verify 1, reject it; verify 4, accept 1; verify 8, accept all."""
+    pool, straight, log, one = live_pool(1), live_pool(1), new_log(kind, 1), ds.ids(0)
+    previous, accepted = None, 0
+    for number, (drafts, keep) in enumerate([(4, 2), (1, 0), (4, 1), (8, 8), (1, 1)]):
+        inputs = small(kind, drafts, seed=number)
+        if previous is not None:
+            single_steps(previous, straight, 0, range(accepted))
+        out = VERIFY[kind](
+            *inputs.tensors, pool, one, one, ds.cu_seqlens([drafts]), log, ds.ids(accepted), **inputs.gate_options
+        )
+        assert torch.equal(pool, straight)
+        assert torch.equal(out, single_steps(inputs, straight.clone(), 0, range(drafts)))
+        log.half ^= 1
+        previous, accepted = inputs, keep
