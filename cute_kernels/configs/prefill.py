@@ -24,18 +24,19 @@ class GdnPrefillKey:
     Attributes:
         state_dtype: element type of the pool.
         gate_dtype: element type of a and b.
-        debug: waits give up with a trap instead of spinning for ever.
+        debug: "" in shipped kernels. "bounded": a wait that lasts too long ends its warp; "profile": cycles waited are added
+            up. Both write to the tensor passed as checkpoint slots, which then holds 16 words for each of 16 warps.
     """
 
     state_dtype: StateDtype = "float32"
     gate_dtype: GateDtype = "bfloat16"
-    debug: bool = False
+    debug: Literal["", "bounded", "profile"] = ""
 
     def symbol(self) -> str:
         """C identifier of this specialisation."""
         state = "f32" if self.state_dtype == "float32" else "bf16"
         gate = "" if self.gate_dtype == "bfloat16" else "_gf32"
-        return f"gdn_prefill_{state}{gate}{'_debug' if self.debug else ''}"
+        return f"gdn_prefill_{state}{gate}{'_' if self.debug else ''}{self.debug}"
 
     def shared_bytes(self) -> int:
         """Shared memory of one block."""

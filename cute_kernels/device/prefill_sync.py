@@ -13,11 +13,44 @@ from .prefill_layout import RECORD_WORDS
 from .warp_ops import load_shared, store_shared
 
 
-class Ring:
-    """Full and empty barriers of `stages` stages. `barriers` points at 2 * stages mbarriers."""
+@cute.jit
+def wait(barrier, parity: Int32, probe: cutlass.Constexpr):
+    """Until the barrier's phase of `parity` is complete.
 
-    def __init__(self, barriers, stages, producers, consumers):
+    With a probe ("bounded", slot, log) a warp that waits too long notes 1 + parity in its word of the log and exits; with
+    ("profile", slot, log) the cycles waited are added to it. The log has 16 words a warp, one for each slot.
+    """
+    if cutlass.const_expr(probe is None):
+        cute.arch.mbarrier_wait(barrier, parity)
+    else:
+        mode, slot, log = probe
+        thread, _, _ = cute.arch.thread_idx()
+        word = log + (thread // 32) * 64 + slot * 4
+        if cutlass.const_expr(mode == "profile"):
+            began = cute.arch.clock()
+            cute.arch.mbarrier_wait(barrier, parity)
+            waited = Int32(cute.arch.clock() - began)
+            if thread % 32 == 0:
+                cute.arch.inline_ptx("red.global.add.s32 [{$r0}], {$r1};", read_only_args=[word, waited])
+        else:
+            done = cute.arch.mbarrier_test_wait(barrier, parity)
+            tries = Int32(0)
+            while (not done) & (tries < 2000000):
+                done = cute.arch.mbarrier_test_wait(barrier, parity)
+                tries += 1
+            if not done:
+                cute.arch.inline_ptx("st.global.b32 [{$r0}], {$r1}; exit;", read_only_args=[word, parity + 1])
+
+
+class Ring:
+    """Full and empty barriers of `stages` stages. `barriers` points at 2 * stages mbarriers.
+
+    `probe` is None in a shipped kernel, or (mode, number, log) for `wait`, slots 2 number (full) and 2 number + 1 (empty).
+    """
+
+    def __init__(self, barriers, stages, producers, consumers, probe=None):
         self.stages, self.producers, self.consumers = stages, producers, consumers
+        self.probes = (None, None) if probe is None else [(probe[0], 2 * probe[1] + i, probe[2]) for i in range(2)]
         self.full, self.empty = barriers, barriers + stages
 
     # The compiler carries objects used in a dynamic loop through it; a ring has nothing that changes there.
@@ -35,11 +68,11 @@ class Ring:
 
     def wait_full(self, stage, parity):
         """Until the producers have filled this stage."""
-        cute.arch.mbarrier_wait(self.full + stage, parity)
+        wait(self.full + stage, parity, self.probes[0])
 
     def wait_empty(self, stage, parity):
         """Until the consumers have left this stage; passes at once in the first round."""
-        cute.arch.mbarrier_wait(self.empty + stage, parity ^ 1)
+        wait(self.empty + stage, parity ^ 1, self.probes[1])
 
     def release(self, stage):
         """One warp has read this stage."""

@@ -37,7 +37,7 @@ from cutlass.utils import hopper_helpers
 from ..compile.cache import cute_compile
 from ..compile.fake import fake_ids, fake_pool, fake_rows, fake_stream, fake_vector
 from ..device.arith import log_decay_softplus, sigmoid
-from ..device.prefill_inverse import DIAGONAL_BYTES, merge_blocks, solve_diagonal
+from ..device.prefill_inverse import merge_blocks, solve_diagonal
 from ..device.prefill_layout import (
     CHUNK,
     HEAD,
@@ -214,13 +214,15 @@ class GdnPrefill:
         sT = storage.sT.get_tensor(pair_layout.outer, swizzle=pair_layout.inner)
         sP = storage.sP.get_tensor(pair_layout.outer, swizzle=pair_layout.inner)
         barriers = storage.barriers.data_ptr()
+        log = mKeptSlots.iterator.toint()
+        probes = [(self.key.debug, i, log) if self.key.debug else None for i in range(6)]
         # Arrivals a stage: the producers' warps (or the one that issues TMA) and the consumers' warps.
-        k_ring = Ring(barriers, K_STAGES, producers=1, consumers=8 + 4 + 2)
-        q_ring = Ring(barriers + 2 * K_STAGES, STAGES, producers=1, consumers=8 + 4 + 2)
-        v_ring = Ring(barriers + 2 * (K_STAGES + STAGES), STAGES, producers=1, consumers=8)
-        row_ring = Ring(barriers + 2 * (K_STAGES + 2 * STAGES), STAGES, producers=2, consumers=8 + 4)
-        pair_ring = Ring(barriers + 2 * (K_STAGES + 3 * STAGES), STAGES, producers=4, consumers=8)
-        out_ring = Ring(barriers + 2 * (K_STAGES + 4 * STAGES), STAGES, producers=8, consumers=1)
+        k_ring = Ring(barriers, K_STAGES, producers=1, consumers=8 + 4 + 2, probe=probes[0])
+        q_ring = Ring(barriers + 2 * K_STAGES, STAGES, producers=1, consumers=8 + 4 + 2, probe=probes[1])
+        v_ring = Ring(barriers + 2 * (K_STAGES + STAGES), STAGES, producers=1, consumers=8, probe=probes[2])
+        row_ring = Ring(barriers + 2 * (K_STAGES + 2 * STAGES), STAGES, producers=2, consumers=8 + 4, probe=probes[3])
+        pair_ring = Ring(barriers + 2 * (K_STAGES + 3 * STAGES), STAGES, producers=4, consumers=8, probe=probes[4])
+        out_ring = Ring(barriers + 2 * (K_STAGES + 4 * STAGES), STAGES, producers=8, consumers=1, probe=probes[5])
         if tidx == 0:
             for ring in (k_ring, q_ring, v_ring, row_ring, pair_ring, out_ring):
                 ring.initialise()
@@ -391,9 +393,8 @@ class GdnPrefill:
             store_shared(at + LOG_DECAY, log_decay)
             if own == 0:
                 store_shared(vector + DECAY, cute.math.exp2(end, fastmath=True))
-            self.rewrite_update_operand(
-                k_tile, u_base + stage * OPERAND_BYTES, part, lane, count, k_factor * cute.math.exp2(end - log_decay, fastmath=True)
-            )
+            update = k_factor * cute.math.exp2(end - log_decay, fastmath=True)
+            self.rewrite_update_operand(k_tile, u_base + stage * OPERAND_BYTES, part, lane, count, update)
             k_ring.release(k_stage)
             row_ring.publish_to_async(stage)
             k_stage, k_parity = advance(k_stage, k_parity, K_STAGES)
@@ -468,7 +469,9 @@ class GdnPrefill:
             first = solve_diagonal(diagonal, lower, t_tile, vector + BETA, warp, lane)
             for block in cutlass.range_constexpr(4):
                 row = 16 * warp + (lane & 15)
-                stmatrix4(tile_address(p_tile, row, 2 * block + (lane >> 4)), *[weights[4 * block + i] for i in range(4)])
+                stmatrix4(
+                    tile_address(p_tile, row, 2 * block + (lane >> 4)), *[weights[4 * block + i] for i in range(4)]
+                )
             cute.arch.barrier(barrier_id=int(Barrier.PAIRS_DIAGONAL), number_of_threads=128)
             merge_blocks(first, lower, t_tile, vector + BETA, warp, lane)
             row_ring.release(stage)
@@ -507,7 +510,9 @@ class GdnPrefill:
                         p_low, p_high = Float32(0.0), Float32(0.0)
                         for e in cutlass.range_constexpr(2):
                             j = column + e
-                            pair = factor[e] * cute.math.exp2(cutlass.min(g_row[r] - g_column[e], Float32(0.0)), fastmath=True)
+                            pair = factor[e] * cute.math.exp2(
+                                cutlass.min(g_row[r] - g_column[e], Float32(0.0)), fastmath=True
+                            )
                             known = (j <= i) & (i < count)
                             entry = kk[4 * n + 2 * r + e] * (l_row[r] * pair)
                             weight = qk[4 * n + 2 * r + e] * (p_row[r] * pair)
@@ -558,6 +563,7 @@ class GdnPrefill:
             contract(read_mma, Y, left_s, right_k, k_stage, HEAD // 16, False)
             warpgroup.commit_group()
             row_ring.wait_full(stage, parity)
+            decay_state(S, vector + DECAY, lane, False)
             v_ring.wait_full(stage, parity)
             warpgroup.wait_group(0)
             k_ring.release(k_stage)
@@ -570,7 +576,6 @@ class GdnPrefill:
             warpgroup.commit_group()
             warpgroup.wait_group(0)
             left_v = as_left_operand(Y, token_shape, Float16)
-            decay_state(S, vector + DECAY, lane, False)
             q_ring.wait_full(stage, parity)
             warpgroup.fence()
             contract(update_mma, S, left_v, right_u, stage, CHUNK // 16, True)
@@ -610,7 +615,12 @@ class GdnPrefill:
         record = read_record(finished, stage)
         while (record[Field.FLAGS] & Flag.STOP) == 0:
             store_output_rows(
-                outputs + stage * CHUNK * OUT_PITCH, mOut, record[Field.TOKEN], record[Field.COUNT], record[Field.HEAD], lane
+                outputs + stage * CHUNK * OUT_PITCH,
+                mOut,
+                record[Field.TOKEN],
+                record[Field.COUNT],
+                record[Field.HEAD],
+                lane,
             )
             out_ring.release(stage)
             stage, parity = advance(stage, parity, STAGES)
