@@ -1,0 +1,461 @@
+"""Verify of GDN or KDA: replay accepted drafts from the log, store that state, run and log the new drafts; by slot id.
+
+    replay, t < num_accepted:   S <- S diag(decay) + u k^T                                    (k, u, gate from the log)
+    store S to the write slot, rounded once; go on from the stored bits
+    new tokens, t < cu[n+1] - cu[n]:   s = S diag(decay);  u = beta (v - s k);  S <- s + u k^T;  o = scale S q
+
+A block owns `tile` rows of V of one (sequence n, value head h); grid (HV * 128 / tile, N). The state is read once and
+written once whatever the number of drafts.
+1  every thread reads ids, counts and the log's half; the state tile is on its way at once, by one bulk copy into shared
+   memory or by 16-byte loads into registers;
+2  all other loads are issued before any arithmetic: 16 lanes a token for k (logged and new) and q, the same lanes for the
+   tile's u and v, KDA's raw gates; then norms, k.q and gates go to shared memory; one block barrier;
+3  replay, store and the new tokens run on registers: 8 lanes a V row, `rows` rows a lane, one reduction a token.
+Races: rows of V are disjoint between blocks, so in place needs no order. Logged k and gates are read by several blocks, so
+new ones go to the other half of the log; raw k is written by the first value head of a key head, GDN's decay and KDA's raw
+gate by the first tile of a head, u by the lanes that own the row.
+Rules: an id outside the pool reads zeros and stores nothing. A row with neither id, or with a count outside 0..Tmax, gives
+zeros and touches no slot and no log. A row whose log row is out of range replays and logs nothing. Tokens of a row beyond
+`MAX_TOKENS` or Tmax are not run. Output rows beyond cu[N] become zeros.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32, const_expr
+from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
+
+from ..compile.cache import cute_compile
+from ..compile.fake import fake_ids, fake_stream, fake_vector
+from ..configs.verify import MAX_TOKENS, VerifyKey
+from ..device.memory import load_vector, offset_ptr, smem_ptr, store_vector, zero_vector
+from ..device.reduce import owned_row
+from ..device.state_io import row_ptr, slot_is_valid, slot_ptr
+from ..device.token_block import TokenBlock, put_decays
+from ..device.token_step import (
+    HEAD_DIM,
+    NORM_LANES,
+    NORM_VALUES,
+    holds_output,
+    holds_u,
+    lane_in_row,
+    load_rows,
+    load_rows_if,
+    normalize,
+    put_channels,
+    replay_step,
+    round_rows,
+    store_rows,
+    take_channels,
+    tile_layout,
+    token_step,
+    vector_width,
+    widen_rows,
+)
+
+SCALARS = {"divisibility": 1, "align": 2}  # of one 2-byte value a head
+GRID_Y = 65535  # rows in the grid's y dimension; more sequences go to z
+
+
+class RecurrentVerify:
+    def __init__(self, key: VerifyKey):
+        self.key = key
+        self.dtype = {"float32": Float32, "bfloat16": BFloat16}[key.state]
+        self.kda = key.kind != "gdn"
+        self.bounded = key.kind == "kda_bounded"
+        self.commit = key.commit
+        self.rows, self.warps, self.tile = key.rows, key.warps, key.tile
+        self.tiles = HEAD_DIM // self.tile
+        self.threads = 32 * self.warps
+        self.width = self.tile // NORM_LANES  # u and v values of a token a prologue lane moves
+        self.block = TokenBlock(key.kind, self.dtype, self.tile)
+        self.tile_bytes = self.tile * HEAD_DIM * self.dtype.width // 8
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor | None,  # (T, HK, K) bf16, row stride any multiple of 8; None in commit
+        mK: cute.Tensor | None,  # (T, HK, K) bf16
+        mV: cute.Tensor | None,  # (T, HV, V) bf16
+        mGate: cute.Tensor | None,  # GDN a (T, HV); KDA raw gate (T, HV, K); bf16
+        mBeta: cute.Tensor | None,  # (T, HV) bf16 logits
+        mALog: cute.Tensor | None,  # (HV,) fp32; None in GDN commit
+        mBias: cute.Tensor | None,  # GDN (HV,), KDA (HV * K,) fp32
+        mState: cute.Tensor,  # (S, HV, V, K), slot stride any multiple of 16 bytes
+        mReadIds: cute.Tensor,  # (N,) int32
+        mWriteIds: cute.Tensor,  # (N,) int32
+        mCu: cute.Tensor | None,  # (N + 1,) int32
+        mLogK: cute.Tensor,  # (B, 2, Tmax, HK, K) bf16
+        mLogU: cute.Tensor,  # (B, 2, Tmax, HV, V) fp32
+        mLogGate: cute.Tensor,  # GDN (B, 2, Tmax, HV) fp32 decay; KDA (B, 2, Tmax, HV, K) bf16 raw gate
+        mHalf: cute.Tensor,  # (B,) int32, half to read
+        mRows: cute.Tensor | None,  # (N,) int32 log rows; None: batch row n has log row n
+        mAccepted: cute.Tensor,  # (N,) int32
+        mOut: cute.Tensor | None,  # (T, HV, V) bf16
+        l2norm: Int32,  # 0: q and k are normalised already
+        scale: Float32,
+        lower_bound: Float32,
+        stream,
+    ):
+        n = cute.size(mReadIds, mode=[0])
+        hk, hv = cute.size(mLogK, mode=[3]), cute.size(mLogU, mode=[3])
+        grid = [hv * self.tiles, cutlass.min(n, Int32(GRID_Y)), (n + GRID_Y - 1) // GRID_Y]
+        self.kernel.set_name_prefix(self.key.symbol(), remove_cutlass_symbol=True, keep_mangled_name=False)
+        self.kernel(
+            mQ, mK, mV, mGate, mBeta, mALog, mBias, mState, mReadIds, mWriteIds, mCu, mLogK, mLogU, mLogGate, mHalf, mRows,
+            mAccepted, mOut, l2norm, scale, lower_bound, n, Float32(hk) / Float32(hv),
+        ).launch(
+            grid=grid,
+            block=[self.threads, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=self.key.blocks,
+            preferred_smem_carveout=100 if self.key.blocks > 1 else None,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self,
+        mQ: cute.Tensor | None,
+        mK: cute.Tensor | None,
+        mV: cute.Tensor | None,
+        mGate: cute.Tensor | None,
+        mBeta: cute.Tensor | None,
+        mALog: cute.Tensor | None,
+        mBias: cute.Tensor | None,
+        mState: cute.Tensor,
+        mReadIds: cute.Tensor,
+        mWriteIds: cute.Tensor,
+        mCu: cute.Tensor | None,
+        mLogK: cute.Tensor,
+        mLogU: cute.Tensor,
+        mLogGate: cute.Tensor,
+        mHalf: cute.Tensor,
+        mRows: cute.Tensor | None,
+        mAccepted: cute.Tensor,
+        mOut: cute.Tensor | None,
+        l2norm: Int32,
+        scale: Float32,
+        lower_bound: Float32,
+        n: Int32,
+        heads_ratio: Float32,  # HK / HV
+    ):
+        tidx, _, _ = cute.arch.thread_idx()
+        place, row_low, row_high = cute.arch.block_idx()
+        seq = row_high * GRID_Y + row_low
+        if seq < n:
+            head, tile = place // self.tiles, place % self.tiles
+            num_slots, log_rows = cute.size(mState, mode=[0]), cute.size(mHalf, mode=[0])
+            max_tokens = cutlass.min(cute.size(mLogK, mode=[2]), MAX_TOKENS)
+            read, write, accepted = Int32(mReadIds[seq]), Int32(mWriteIds[seq]), Int32(mAccepted[seq])
+            log_row = seq if const_expr(mRows is None) else Int32(mRows[seq])
+            start, length = Int32(0), Int32(0)
+            if const_expr(not self.commit):
+                start = Int32(mCu[seq])
+                length = cutlass.max(cutlass.min(Int32(mCu[seq + 1]) - start, max_tokens), 0)
+            counted = accepted.to(Uint32) <= max_tokens.to(Uint32)
+            reads = counted & slot_is_valid(read, num_slots)
+            writes = counted & slot_is_valid(write, num_slots)
+            logged = (reads | writes) & slot_is_valid(log_row, log_rows)
+            replayed = accepted if logged else Int32(0)
+            half = Int32(0)
+            if logged:
+                half = Int32(mHalf[log_row]) & 1
+            # First token of the half that is read and of the half that is written, in tokens of the whole log.
+            log_in = (Int64(log_row) * 2 + half) * cute.size(mLogK, mode=[2])
+            log_out = (Int64(log_row) * 2 + (half ^ 1)) * cute.size(mLogK, mode=[2])
+            # (h + 1/2) HK / HV is never an integer, so truncation gives h // (HV // HK) exactly.
+            key_head = Int32((Float32(head) + Float32(0.5)) * heads_ratio)
+            first_of_key_head = (head == 0) | (Int32((Float32(head) - Float32(0.5)) * heads_ratio) != key_head)
+            if reads | writes:
+                self.live_row(
+                    mQ, mK, mV, mGate, mBeta, mALog, mBias, mState, mLogK, mLogU, mLogGate, mOut, l2norm != 0, scale, lower_bound,
+                    tidx, head, tile, key_head, read, write, reads, writes, logged, first_of_key_head & (tile == 0),
+                    log_in, log_out, start, length, replayed,
+                )  # fmt: skip
+            if const_expr(not self.commit):
+                if not (reads | writes):
+                    self.zero_rows(mOut, tidx, head, tile, start, start + length)
+                if seq == n - 1:
+                    self.zero_rows(mOut, tidx, head, tile, Int32(mCu[n]), cute.size(mOut, mode=[0]))
+
+    @cute.jit
+    def zero_rows(self, mOut: cute.Tensor, tidx: Int32, head: Int32, tile: Int32, begin: Int32, end: Int32):
+        """Zero this block's columns of output rows begin..end."""
+        vectors = self.tile // 8
+        inner = head * HEAD_DIM + tile * self.tile + tidx % vectors * 8
+        for row in cutlass.range(begin + tidx // vectors, end, self.threads // vectors, unroll=1):
+            store_vector(zero_vector(BFloat16, 8), row_ptr(mOut, row, inner, 16), 8)
+
+    @cute.jit
+    def live_row(
+        self,
+        mQ: cute.Tensor | None,
+        mK: cute.Tensor | None,
+        mV: cute.Tensor | None,
+        mGate: cute.Tensor | None,
+        mBeta: cute.Tensor | None,
+        mALog: cute.Tensor | None,
+        mBias: cute.Tensor | None,
+        mState: cute.Tensor,
+        mLogK: cute.Tensor,
+        mLogU: cute.Tensor,
+        mLogGate: cute.Tensor,
+        mOut: cute.Tensor | None,
+        l2norm: Boolean,
+        scale: Float32,
+        lower_bound: Float32,
+        tidx: Int32,
+        head: Int32,
+        tile: Int32,
+        key_head: Int32,
+        read: Int32,
+        write: Int32,
+        reads: Boolean,
+        writes: Boolean,
+        logged: Boolean,
+        logs_key: Boolean,
+        log_in: Int64,
+        log_out: Int64,
+        start: Int32,
+        length: Int32,
+        replayed: Int32,
+    ):
+        smem = cutlass.utils.SmemAllocator()
+        sLanding = None
+        if const_expr(self.key.landing):
+            sLanding = smem.allocate_tensor(self.dtype, cute.make_layout(self.tile * HEAD_DIM), 128)
+        vectors = MAX_TOKENS * HEAD_DIM
+        sOldK = smem.allocate_tensor(Float32, cute.make_layout(vectors), 16)
+        sOldDecay = smem.allocate_tensor(Float32, cute.make_layout(vectors if self.kda else MAX_TOKENS), 16)
+        sU = smem.allocate_tensor(Float32, cute.make_layout(MAX_TOKENS * self.tile), 16)
+        sNew = None
+        if const_expr(not self.commit):
+            sNew = smem.allocate_tensor(Float32, cute.make_layout(self.block.floats), 16)
+        bar = smem.allocate_array(Int64, 1)
+
+        lane = tidx % 32
+        l8 = lane_in_row(lane)
+        tile_row = tidx // 8 * self.rows  # the lane's first row within the tile
+        inner = (head * HEAD_DIM + tile * self.tile + tile_row) * HEAD_DIM + l8 * vector_width(self.dtype)
+        stored = []
+        if const_expr(self.key.landing):
+            if tidx == 0:
+                cute.arch.mbarrier_init(bar, 1)
+                cute.arch.mbarrier_init_fence()
+                if reads:
+                    atom = cute.make_copy_atom(
+                        cpasync.CopyBulkG2SOp(), self.dtype, num_bits_per_copy=self.tile_bytes * 8
+                    )
+                    source = slot_ptr(mState, read, (head * HEAD_DIM + tile * self.tile) * HEAD_DIM)
+                    cute.arch.mbarrier_arrive_and_expect_tx(bar, self.tile_bytes)
+                    cute.copy(
+                        atom, cute.make_tensor(source, cute.make_layout(self.tile * HEAD_DIM)), sLanding, mbar_ptr=bar
+                    )
+        else:
+            stored = load_rows_if(reads, slot_ptr(mState, read, inner), self.rows, self.dtype)
+
+        column = tile * self.tile
+        self.prepare_old(
+            mALog, mBias, mLogK, mLogU, mLogGate, sOldK, sOldDecay, sU, l2norm, lower_bound, tidx, head, column, key_head, log_in,
+            replayed,
+        )  # fmt: skip
+        if const_expr(not self.commit):
+            self.prepare_new(
+                mQ, mK, mV, mGate, mBeta, mALog, mBias, mLogK, mLogGate, sNew, l2norm, scale, lower_bound, tidx, head, column,
+                key_head, logged, logs_key, log_out, start, length,
+            )  # fmt: skip
+        cute.arch.sync_threads()
+
+        rS = cute.make_rmem_tensor(tile_layout(self.rows), Float32)
+        if const_expr(self.key.landing):
+            for i in cutlass.range_constexpr(16 * self.rows):
+                rS[i] = Float32(0.0)
+            if reads:
+                cute.arch.mbarrier_wait(bar, 0)
+                landed = smem_ptr(
+                    sLanding.iterator, tile_row * HEAD_DIM + l8 * vector_width(self.dtype), self.dtype, 16
+                )
+                rS.store(widen_rows(load_rows(landed, self.rows, self.dtype), self.rows, self.dtype).load())
+        else:
+            rS = widen_rows(stored, self.rows, self.dtype)
+
+        for t in cutlass.range(replayed, unroll=1):
+            rK = take_channels(sOldK.iterator, t * HEAD_DIM, l8)
+            decay = take_channels(sOldDecay.iterator, t * HEAD_DIM, l8) if const_expr(self.kda) else sOldDecay[t]
+            rU = load_vector(smem_ptr(sU.iterator, t * self.tile + tile_row, Float32, 4 * self.rows), self.rows)
+            replay_step(rS, rK, rU, decay, self.rows)
+            if const_expr(self.key.round_tokens):
+                round_rows(rS, self.rows, self.dtype)
+        if writes:
+            store_rows(rS, slot_ptr(mState, write, inner), self.rows, self.dtype)
+
+        if const_expr(not self.commit):
+            round_rows(rS, self.rows, self.dtype)
+            own = tile_row + owned_row(lane, self.rows)
+            place = head * HEAD_DIM + column + own
+            hv = cute.size(mLogU, mode=[3])
+            for t in cutlass.range(length, unroll=1):
+                rK, rQ, decay, beta, v_own, kq = self.block.take(sNew.iterator, t, l8, own)
+                o, u = token_step(rS, rK, rQ, decay, beta, v_own, kq, lane, self.rows)
+                if const_expr(self.key.round_tokens):
+                    round_rows(rS, self.rows, self.dtype)
+                if holds_output(lane, self.rows):
+                    rO = cute.make_rmem_tensor(cute.make_layout(1), BFloat16)
+                    rO[0] = BFloat16(o)
+                    store_vector(rO, row_ptr(mOut, start + t, place, 2), 1)
+                if logged & holds_u(lane, self.rows):
+                    rU = cute.make_rmem_tensor(cute.make_layout(1), Float32)
+                    rU[0] = u
+                    store_vector(rU, offset_ptr(mLogU.iterator, (log_out + t) * (hv * HEAD_DIM) + place, Float32, 4), 1)
+
+    @cute.jit
+    def prepare_old(
+        self,
+        mALog: cute.Tensor | None,
+        mBias: cute.Tensor | None,
+        mLogK: cute.Tensor,
+        mLogU: cute.Tensor,
+        mLogGate: cute.Tensor,
+        sOldK: cute.Tensor,
+        sOldDecay: cute.Tensor,
+        sU: cute.Tensor,
+        l2norm: Boolean,
+        lower_bound: Float32,
+        tidx: Int32,
+        head: Int32,
+        column: Int32,
+        key_head: Int32,
+        log_in: Int64,
+        replayed: Int32,
+    ):
+        """Logged tokens: normalised k, decays and the tile's u into shared memory. Threads 0..127, 16 lanes a token."""
+        token, lane16 = tidx // NORM_LANES, tidx % NORM_LANES
+        hk, hv = cute.size(mLogK, mode=[3]), cute.size(mLogU, mode=[3])
+        if const_expr(self.warps == 4) or tidx < 128:
+            raw_k = zero_vector(BFloat16, NORM_VALUES)
+            raw_u = zero_vector(Float32, self.width)
+            raw_gate = zero_vector(BFloat16, NORM_VALUES)
+            if token < replayed:
+                at = log_in + token
+                inner = key_head * HEAD_DIM + lane16 * NORM_VALUES
+                source = offset_ptr(mLogK.iterator, at * (hk * HEAD_DIM) + inner, BFloat16, 16)
+                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(NORM_VALUES)), raw_k)
+                inner = head * HEAD_DIM + column + lane16 * self.width
+                source = offset_ptr(mLogU.iterator, at * (hv * HEAD_DIM) + inner, Float32, min(16, 4 * self.width))
+                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(self.width)), raw_u)
+                if const_expr(self.kda):
+                    inner = head * HEAD_DIM + lane16 * NORM_VALUES
+                    source = offset_ptr(mLogGate.iterator, at * (hv * HEAD_DIM) + inner, BFloat16, 16)
+                    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(NORM_VALUES)), raw_gate)
+            rK = normalize(raw_k, Float32(1.0), l2norm, False)
+            put_channels(rK, sOldK.iterator, token * HEAD_DIM, lane16, self.dtype)
+            place = token * self.tile + lane16 * self.width
+            store_vector(raw_u, smem_ptr(sU.iterator, place, Float32, min(16, 4 * self.width)), self.width)
+            if const_expr(self.kda):
+                if token < replayed:
+                    put_decays(
+                        self.bounded, self.dtype, raw_gate, mALog, mBias, sOldDecay.iterator, token * HEAD_DIM, lower_bound,
+                        lane16, head,
+                    )  # fmt: skip
+        if const_expr(not self.kda):
+            if tidx >= 32 and tidx < 32 + replayed:
+                at = (log_in + (tidx - 32)) * hv + head
+                sOldDecay[tidx - 32] = load_vector(offset_ptr(mLogGate.iterator, at, Float32, 4), 1)[0]
+
+    @cute.jit
+    def prepare_new(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mGate: cute.Tensor,
+        mBeta: cute.Tensor,
+        mALog: cute.Tensor,
+        mBias: cute.Tensor,
+        mLogK: cute.Tensor,
+        mLogGate: cute.Tensor,
+        sNew: cute.Tensor,
+        l2norm: Boolean,
+        scale: Float32,
+        lower_bound: Float32,
+        tidx: Int32,
+        head: Int32,
+        column: Int32,
+        key_head: Int32,
+        logged: Boolean,
+        logs_key: Boolean,
+        log_out: Int64,
+        start: Int32,
+        length: Int32,
+    ):
+        """New tokens into shared memory by the last 128 threads; raw k and gates to the log."""
+        hk, hv = cute.size(mLogK, mode=[3]), cute.size(mLogGate, mode=[3])
+        thread = tidx - (self.threads - 128)
+        if const_expr(self.warps == 4) or thread >= 0:
+            raw = self.block.registers()
+            self.block.load(raw, mQ, mK, mV, mGate, mBeta, thread, start, length, key_head, head, column)
+            self.block.put(raw, mALog, mBias, sNew.iterator, l2norm, scale, lower_bound, thread, length, head)
+            raw_k, raw_gate = raw[0], raw[3]
+            token, lane16 = thread // NORM_LANES, thread % NORM_LANES
+            if logged and token < length:
+                if logs_key:
+                    at = (log_out + token) * (hk * HEAD_DIM) + key_head * HEAD_DIM + lane16 * NORM_VALUES
+                    store_vector(raw_k, offset_ptr(mLogK.iterator, at, BFloat16, 16), NORM_VALUES)
+                if const_expr(self.kda):
+                    if column == 0:
+                        at = (log_out + token) * (hv * HEAD_DIM) + head * HEAD_DIM + lane16 * NORM_VALUES
+                        store_vector(raw_gate, offset_ptr(mLogGate.iterator, at, BFloat16, 16), NORM_VALUES)
+            if const_expr(not self.kda):
+                if logged and column == 0 and thread < length:
+                    decay = load_vector(sNew.iterator + self.block.at_decay + thread, 1)
+                    store_vector(decay, offset_ptr(mLogGate.iterator, (log_out + thread) * hv + head, Float32, 4), 1)
+
+
+def fake_heads(dtype, rows, count, *inner, divisibility=8, align=16):
+    """[rows, count, *inner] with a 64-bit row stride, all inner dimensions compact."""
+    dense = [1]
+    for size in reversed(inner):
+        dense.insert(0, dense[0] * size)
+    stride = (cute.sym_int64(divisibility=divisibility), *dense)
+    return make_fake_tensor(dtype, (rows, count, *inner), stride=stride, assumed_align=align)
+
+
+def build(key: VerifyKey):
+    """Compile one specialisation for sm_90a from fake tensors."""
+    kernel = RecurrentVerify(key)
+    tokens, n, hk, hv = cute.sym_int(), cute.sym_int(), cute.sym_int(), cute.sym_int()
+    log_rows, max_tokens = cute.sym_int(), cute.sym_int()
+    new = not key.commit
+
+    def log(dtype, *inner):
+        shape = (log_rows, 2, max_tokens, *inner)
+        return make_fake_compact_tensor(dtype, shape, stride_order=tuple(reversed(range(len(shape)))), assumed_align=16)
+
+    gate = None
+    if new:
+        gate = fake_heads(BFloat16, tokens, hv, *((HEAD_DIM,) if kernel.kda else ()), **({} if kernel.kda else SCALARS))
+    return cute_compile(
+        kernel,
+        fake_heads(BFloat16, tokens, hk, HEAD_DIM) if new else None,
+        fake_heads(BFloat16, tokens, hk, HEAD_DIM) if new else None,
+        fake_heads(BFloat16, tokens, hv, HEAD_DIM) if new else None,
+        gate,
+        fake_heads(BFloat16, tokens, hv, **SCALARS) if new else None,
+        fake_vector(Float32, hv) if new or kernel.kda else None,
+        fake_vector(Float32, align=16) if new or kernel.kda else None,
+        fake_heads(kernel.dtype, cute.sym_int(), hv, HEAD_DIM, HEAD_DIM, divisibility=128 // kernel.dtype.width),
+        fake_ids(n, Int32),
+        fake_ids(n, Int32),
+        fake_vector(Int32) if new else None,
+        log(BFloat16, hk, HEAD_DIM),
+        log(Float32, hv, HEAD_DIM),
+        log(BFloat16, hv, HEAD_DIM) if kernel.kda else log(Float32, hv),
+        fake_ids(log_rows, Int32),
+        fake_ids(n, Int32) if key.indexed_log else None,
+        fake_ids(n, Int32),
+        fake_heads(BFloat16, tokens, hv, HEAD_DIM) if new else None,
+        Int32(1),
+        Float32(1.0),
+        Float32(-1.0),
+        fake_stream(),
+    )
