@@ -107,14 +107,14 @@ def cpu_engine() -> Iterator[None]:
 
     with (
         mock.patch.object(CudaOpsBackend, "build_op", classmethod(build_op)),
-        mock.patch("lmdeploy.pytorch.configurations.qwen3_5.is_bf16_supported", lambda *a: True),
-        mock.patch("lmdeploy.pytorch.config.is_bf16_supported", lambda *a: True),
+        mock.patch("lmdeploy.pytorch.configurations.qwen3_5.is_bf16_supported", return_value=True),
+        mock.patch("lmdeploy.pytorch.config.is_bf16_supported", return_value=True),
         mock.patch("lmdeploy.pytorch.nn.gated_delta.build_rmsnorm_gated", ops.GatedRMSNorm),
         mock.patch("lmdeploy.pytorch.models.qwen3_5.build_rmsnorm_gated", ops.GatedRMSNorm),
-        mock.patch.object(cache, "pool_device", lambda: "cpu"),
-        mock.patch.object(torch.cuda, "current_stream", lambda *a: None),
-        mock.patch.object(torch.cuda, "stream", lambda *a: contextlib.nullcontext()),
-        mock.patch.object(torch.cuda, "synchronize", lambda *a: None),
+        mock.patch.object(cache, "pool_device", return_value="cpu"),
+        mock.patch.object(torch.cuda, "current_stream", return_value=None),
+        mock.patch.object(torch.cuda, "stream", return_value=contextlib.nullcontext()),
+        mock.patch.object(torch.cuda, "synchronize", return_value=None),
     ):
         yield
 
