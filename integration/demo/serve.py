@@ -240,8 +240,10 @@ class Server:
         def column(values: list[int]) -> torch.Tensor:
             return torch.tensor(values, dtype=torch.int32, device=self.model.device)
 
-        first = plan.cu[part.start]
         bounds = torch.tensor([0, *counts]).cumsum(0).to(self.model.device, torch.int32)
+        first = plan.cu[part.start]
+        if plan.cu[part.stop] == first:
+            return Batch(*ids, cu_seqlens=bounds)
         cu = [entry - first for entry in plan.cu[part.start : part.stop + 1]]
         checkpoints = Checkpoints(cu=column(cu), ends=column(plan.ends[first:]), slots=column(plan.slots[first:]))
         return Batch(*ids, cu_seqlens=bounds, checkpoints=checkpoints)

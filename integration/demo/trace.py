@@ -30,7 +30,7 @@ class TraceRequest:
 
 
 def make_trace(seed: int, requests: int, vocab: int, *, scale: float = 1.0) -> list[TraceRequest]:
-    """`requests` requests over a handful of system prompts; one in four follows up, one in eight is cancelled.
+    """`requests` requests over a handful of system prompts; one in four follows up, one in seven may be cancelled.
 
     `scale` multiplies the lengths of prompts.
     """
@@ -58,7 +58,7 @@ def make_trace(seed: int, requests: int, vocab: int, *, scale: float = 1.0) -> l
                 prefix=() if parent is not None else rng.choices(system, weights=(6, 3, 3, 2, 1, 1))[0],
                 tail=tokens(1, 60),
                 answer=rng.randint(3, 20),
-                cancel_after=rng.randint(0, 25) if rng.random() < 0.125 else None,
+                cancel_after=rng.randint(0, 14) if rng.random() < 0.15 else None,
             )
         )
     return trace
