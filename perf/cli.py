@@ -1,0 +1,94 @@
+"""Command line: `run` measures, `report` draws the documents, `compare` sets two result sets side by side."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parent / "results" / "h200"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m perf", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", help="check, then time ours and every installed peer")
+    run.add_argument("--op", default="", help="operators, comma-separated; all by default")
+    run.add_argument("--case", default="", help="regular expression on case names, such as gdn_decode:Q1:B64:f32")
+    run.add_argument("--peers", default="all", help="all, none, or flashinfer,fla,cudnn,lmdeploy")
+    run.add_argument("--quick", action="store_true", help="the short matrix")
+    run.add_argument("--device", default="cuda", help="cuda, or cpu to exercise the harness only")
+    run.add_argument("--out", type=Path, help="a .json file for all rows, or a folder for one file a family")
+    run.add_argument("--commit", help="commit to record where the tree has no history")
+    run.add_argument("--budget", type=float, help="seconds after which remaining cases are skipped")
+    run.add_argument("--list", action="store_true", help="print the cases and stop")
+    run.add_argument("--base", type=Path, help="results of another commit to compare with afterwards")
+    report = commands.add_parser("report", help="tables and charts from committed results")
+    report.add_argument("--results", type=Path, default=RESULTS)
+    report.add_argument("--docs", type=Path, default=RESULTS.parents[2] / "docs")
+    report.add_argument("--readme", type=Path, help="README whose generated block is replaced too")
+    report.add_argument("--no-charts", action="store_true")
+    report.add_argument("--base", metavar="REV", help="compare with the results of another commit or folder instead")
+    return parser
+
+
+def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    import torch
+
+    from . import run as runner
+    from .cases import select
+    from .compare import compare, load_set
+
+    cases = select(options.op, options.case, options.quick)
+    if options.list:
+        print("\n".join(case.name for case in cases))
+        return 0
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("perf run: no CUDA device; allowed: --device cpu, which exercises the harness only", file=sys.stderr)
+        return 2
+    command = ["python", "-m", "perf", *arguments]
+    by_name = {case.name: case for case in cases}
+
+    def save(result: dict[str, Any]) -> list[Path]:
+        return runner.write(result, options.out, by_name) if options.out else []
+
+    result = runner.run(
+        cases,
+        device=torch.device(options.device),
+        peer_names=options.peers,
+        commit=options.commit,
+        command=command,
+        budget_s=options.budget,
+        say=lambda text: print(text, flush=True),
+        save=save,
+    )
+    for path in save(result):
+        print(f"wrote {path}")
+    if options.base:
+        print(compare(load_set(str(options.base)), [result]))
+    print(f"{len(result['rows'])} rows, {len(result['failures'])} failures, {result['environment']['seconds']} s")
+    return 1 if result["failures"] else 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry of `python -m perf`."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = _parser().parse_args(given)
+    try:
+        if options.command == "run":
+            return _run(options, given)
+        if options.base:
+            from .compare import compare, load_set
+
+            print(compare(load_set(options.base), load_set(str(options.results))))
+            return 0
+        from .report import write_report
+
+        for path in write_report(options.results, options.docs, options.readme, charts=not options.no_charts):
+            print(f"wrote {path}")
+        return 0
+    except (ValueError, OSError) as error:
+        print(f"perf: {error}", file=sys.stderr)
+        return 2

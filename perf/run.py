@@ -1,0 +1,195 @@
+"""Run cases: check, time every contender side by side, write rows."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from . import environment, peers, schema
+from .bench import Prepared, gate
+from .cases import Case
+from .inputs import Workspace
+from .timing import GraphTimer, Timer, Timings, WallTimer, host_microseconds
+
+GPU_POOL_BYTES = 4 * 2**30
+CPU_POOL_BYTES = 64 * 2**20
+SAVE_EVERY = 16
+
+BENCHES = {
+    "gdn_decode": "bench_decode",
+    "kda_decode": "bench_decode",
+    "advance_state_ids": "bench_decode",
+    "gdn_layer_decode": "bench_layer",
+    "kda_layer_decode": "bench_layer",
+    "gdn_verify": "bench_verify",
+    "kda_verify": "bench_verify",
+    "gdn_commit": "bench_verify",
+    "kda_commit": "bench_verify",
+    "gdn_prefill": "bench_prefill",
+    "kda_prefill": "bench_prefill",
+    "causal_conv1d_prefill": "bench_conv",
+    "causal_conv1d_decode": "bench_conv",
+}
+
+
+def _round(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)
+
+
+def _row(
+    case: Case,
+    prepared: Prepared,
+    errors: dict[str, dict[str, float]],
+    timings: Timings,
+    host_us: float,
+    copy: float | None,
+) -> dict[str, Any]:
+    """One row of the schema."""
+    work = case.work
+    times = timings.by_name
+    slab = [t.us for name, t in times.items() if name.startswith("slab_copy")]
+    others = {n: t for n, t in times.items() if not n.startswith(("ours", "slab_copy"))}
+    row: dict[str, Any] = {
+        "op": case.op,
+        "geometry": case.geometry.id,
+        "workload": case.workload.name,
+        "state_dtype": case.state_dtype,
+        "ours_us": _round(times["ours"].us),
+        "floor_us": None if copy is None else _round(work.bytes / copy / 1e6),
+        "slab_copy_us": _round(min(slab)) if slab else None,
+        "spread": round(times["ours"].spread, 4),
+        "peers": {name: _round(timing.us) for name, timing in others.items()},
+        "case": case.name,
+        "heads": case.geometry.heads,
+        "model": f"{case.geometry.model} TP{case.geometry.tp}",
+        "bytes": work.bytes,
+        "flops": work.flops,
+        "host_us": _round(host_us),
+        "rotation_mib": prepared.rotation_bytes // 2**20,
+        "launches": {c.name: len(c.launches) for c in prepared.contenders},
+        "error": {name: {k: float(f"{v:.2e}") for k, v in ratios.items()} for name, ratios in errors.items()},
+    }
+    if case.gates:
+        row["gates"] = case.gates
+    if case.accepted is not None:
+        row["accepted"] = case.accepted
+    for name, timing in times.items():
+        if name.startswith("ours_"):
+            row[f"{name}_us"] = _round(timing.us)
+    missing = prepared.missing | timings.failures
+    if missing:
+        row["peers_missing"] = missing
+    in_place = [c.name for c in prepared.contenders if c.in_place and c.name in others]
+    if in_place:
+        row["in_place_peers"] = in_place
+    eager = [name for name, timing in others.items() if not timing.graph]
+    if eager:
+        row["eager_peers"] = eager
+    return row | prepared.notes
+
+
+def run_case(
+    case: Case,
+    ws: Workspace,
+    timer: Timer,
+    adapters: dict[str, ModuleType],
+    copy_tb_s: float | None,
+) -> dict[str, Any]:
+    """Check and time one case. Raises what one of our operators raises; peers only lose their column."""
+    bench = importlib.import_module(f".{BENCHES[case.op]}", __package__)
+    with torch.no_grad():
+        prepared: Prepared = bench.prepare(case, ws, adapters)
+        errors = gate(prepared)
+        timings = timer.time(prepared.contenders)
+        ours = next(c for c in prepared.contenders if c.name == "ours")
+        if ws.device.type == "cuda":
+            host_us = host_microseconds(ours.launches, torch.cuda.synchronize)
+        else:
+            host_us = host_microseconds(ours.launches, lambda: None, batches=1, calls=1)
+    return _row(case, prepared, errors, timings, host_us, copy_tb_s)
+
+
+def run(
+    cases: Sequence[Case],
+    *,
+    device: torch.device,
+    peer_names: str = "all",
+    commit: str | None = None,
+    command: Sequence[str] = (),
+    budget_s: float | None = None,
+    say: Callable[[str], None] = print,
+    save: Callable[[dict[str, Any]], object] = lambda result: None,
+) -> dict[str, Any]:
+    """Run cases in order and give a result of the schema. A case that fails is named in `failures` and the rest go on.
+
+    budget_s: after this many seconds the remaining cases are named as skipped. save: called with the result so far every
+    SAVE_EVERY rows, so that a run that is ended early leaves what it has.
+    """
+    began = time.monotonic()
+    adapters, status = peers.load(peer_names)
+    env = environment.describe(device, commit, status, command)
+    cuda = device.type == "cuda"
+    say(f"{env['device']}, copy {env['copy_tb_s']} TB/s, matmul {env['matmul_tflop_s']} TFLOP/s, peers {status}")
+    ws = Workspace(device, GPU_POOL_BYTES if cuda else CPU_POOL_BYTES)
+    timer: Timer = GraphTimer() if cuda else WallTimer()
+    rows: list[dict[str, Any]] = []
+    failures: dict[str, str] = {}
+    for number, case in enumerate(cases):
+        if budget_s is not None and time.monotonic() - began > budget_s:
+            failures |= {late.name: "not run: time budget" for late in cases[number:]}
+            break
+        try:
+            rows.append(run_case(case, ws, timer, adapters, env["copy_tb_s"]))
+        except Exception as error:
+            failures[case.name] = f"{type(error).__name__}: {str(error)[:400]}"
+            say(f"{case.name}: FAILED {failures[case.name]}")
+            continue
+        say(describe(rows[-1]))
+        if len(rows) % SAVE_EVERY == 0:
+            save({"environment": env, "rows": rows, "failures": failures})
+    env["clocks"] |= {"end": environment.clocks()} if cuda else {}
+    env["seconds"] = round(time.monotonic() - began, 1)
+    return {"environment": env, "rows": rows, "failures": failures}
+
+
+def describe(row: dict[str, Any]) -> str:
+    """One line for the terminal."""
+    text = f"{row['case']:<48} {row['ours_us']:9.2f} us"
+    if row["floor_us"]:
+        text += f"  {row['ours_us'] / row['floor_us']:5.2f} x floor"
+    if row["slab_copy_us"]:
+        text += f"  slab {row['slab_copy_us']:8.2f}"
+    text += "".join(f"  {name} {us:.2f}" for name, us in row["peers"].items())
+    return text + f"  host {row['host_us']:.1f}  spread {row['spread']:.3f}"
+
+
+def write(result: dict[str, Any], out: Path, by_case: dict[str, Case]) -> list[Path]:
+    """Write the result: a `.json` path takes all rows, a folder one file a family. Nothing invalid is written."""
+    if out.suffix == ".json":
+        targets = {out: result}
+    else:
+        targets = {}
+        for stem in sorted({by_case[row["case"]].file for row in result["rows"]}):
+            rows = [row for row in result["rows"] if by_case[row["case"]].file == stem]
+            failed = {name: why for name, why in result["failures"].items() if by_case[name].file == stem}
+            targets[out / f"{stem}.json"] = {"environment": result["environment"], "rows": rows, "failures": failed}
+    for path, content in targets.items():
+        schema.validate(content)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(dump(content))
+    return list(targets)
+
+
+def dump(result: dict[str, Any]) -> str:
+    """JSON with one row a line: small, and a diff shows which rows moved."""
+    rows = ",\n".join("  " + json.dumps(row) for row in result["rows"])
+    environment_text = json.dumps(result["environment"], indent=1)
+    failures = json.dumps(result.get("failures", {}), indent=1)
+    return f'{{"environment": {environment_text},\n "failures": {failures},\n "rows": [\n{rows}\n ]}}\n'

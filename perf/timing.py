@@ -1,0 +1,198 @@
+"""How a call is timed: CUDA-graph replay over rotated inputs, contenders interleaved, until the spread is small.
+
+A contender is a list of launches that differ in slot ids (and, in prefill, in inputs). One graph holds all of them, and
+together they touch several times the L2 cache, so every launch finds its data cold. A round replays each contender's graph
+once, in turn: drift of clocks or temperature meets all alike. The figure is the median over rounds of graph time / launches.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+L2_BYTES = 60 * 2**20
+COLD_BYTES = 4 * L2_BYTES  # what the launches of one graph touch at least
+MAX_LAUNCHES = 480
+MIN_ROUNDS = 5
+MAX_ROUNDS = 15
+ENOUGH_SPREAD = 0.005
+ROUND_BUDGET_S = 0.4  # device time after which no further rounds are added
+
+
+@dataclass
+class Contender:
+    """One implementation of one case.
+
+    launches: calls that differ in ids or inputs; each returns its output. in_place: it writes the slots it reads. states:
+    the first launch leaves its states in the pool. load: called before the first launch is checked. keep: tensors that must
+    outlive the graph.
+    """
+
+    name: str
+    launches: Sequence[Callable[[], Any]]
+    in_place: bool = False
+    states: bool = True
+    load: Callable[[], None] | None = None
+    keep: Any = None
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Median microseconds a launch, spread (quartile distance over median), whether it was timed in a graph."""
+
+    us: float
+    spread: float
+    graph: bool = True
+
+
+@dataclass
+class Timings:
+    """Results of one case by contender, and why others have none."""
+
+    by_name: dict[str, Timing] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+
+
+class Timer(Protocol):
+    """Something that times contenders side by side."""
+
+    def time(self, contenders: Sequence[Contender]) -> Timings:
+        """Median and spread of each; a contender that fails is reported, not raised, unless it is ours."""
+        ...
+
+
+def rotations(unique_bytes: int, minimum: int = 4) -> int:
+    """Launches in a graph so that one replay touches COLD_BYTES."""
+    return max(minimum, min(MAX_LAUNCHES, -(-COLD_BYTES // max(unique_bytes, 1))))
+
+
+def summarize(samples: Sequence[float], graph: bool) -> Timing:
+    """Median and quartile distance of samples in microseconds."""
+    ordered = sorted(samples)
+    median = statistics.median(ordered)
+    low, high = ordered[len(ordered) // 4], ordered[(3 * len(ordered)) // 4]
+    return Timing(median, (high - low) / median if median else 0.0, graph)
+
+
+class GraphTimer:
+    """CUDA-graph replays timed by events."""
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def _capture(self, contender: Contender) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        # Raw capture calls: the context manager collects garbage and empties the cache each time, 0.1 s a contender.
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                for launch in contender.launches:
+                    launch()
+            finally:
+                graph.capture_end()
+        return graph
+
+    def _runner(self, contender: Contender) -> tuple[Callable[[], None], bool]:
+        """Something that does all launches once, warmed up; in a graph where the contender can be captured."""
+        with torch.cuda.stream(self._stream):
+            for launch in contender.launches[:2]:
+                launch()
+        torch.cuda.synchronize()
+        try:
+            graph = self._capture(contender)
+        except RuntimeError:
+            torch.cuda.synchronize()
+
+            def eager() -> None:
+                for launch in contender.launches:
+                    launch()
+
+            return eager, False
+        return graph.replay, True
+
+    def time(self, contenders: Sequence[Contender]) -> Timings:
+        """See Timer."""
+        results = Timings()
+        runners: dict[str, tuple[Callable[[], None], bool, int]] = {}
+        for contender in contenders:
+            try:
+                run, graph = self._runner(contender)
+            except Exception as error:
+                if contender.name.startswith("ours"):
+                    raise
+                results.failures[contender.name] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+                continue
+            runners[contender.name] = (run, graph, len(contender.launches))
+        samples: dict[str, list[float]] = {name: [] for name in runners}
+        with torch.cuda.stream(self._stream):
+            for run, _, _ in runners.values():
+                run()
+            self._rounds(runners, samples, MIN_ROUNDS)
+            while self._unsettled(samples, runners):
+                self._rounds(runners, samples, 3)
+        for name, (_, graph, _) in runners.items():
+            results.by_name[name] = summarize(samples[name], graph)
+        return results
+
+    @staticmethod
+    def _rounds(
+        runners: dict[str, tuple[Callable[[], None], bool, int]], samples: dict[str, list[float]], count: int
+    ) -> None:
+        marks = []
+        torch.cuda._sleep(2_000_000)  # the device starts about a millisecond behind, so no launch gap is timed
+        for _ in range(count):
+            for name, (run, _, launches) in runners.items():
+                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                start.record()
+                run()
+                end.record()
+                marks.append((name, start, end, launches))
+        torch.cuda.synchronize()
+        for name, start, end, launches in marks:
+            samples[name].append(start.elapsed_time(end) * 1e3 / launches)
+
+    @staticmethod
+    def _unsettled(samples: dict[str, list[float]], runners: dict[str, tuple[Callable[[], None], bool, int]]) -> bool:
+        """Whether more rounds would help and are affordable."""
+        rounds = len(next(iter(samples.values()), []))
+        spent = sum(sum(values) * runners[name][2] for name, values in samples.items()) / 1e6
+        if rounds >= MAX_ROUNDS or spent > ROUND_BUDGET_S:
+            return False
+        return any(summarize(values, True).spread > ENOUGH_SPREAD for values in samples.values())
+
+
+class WallTimer:
+    """Wall-clock timing without a GPU: exercises the harness in tests; its figures say nothing about speed."""
+
+    def time(self, contenders: Sequence[Contender]) -> Timings:
+        """See Timer."""
+        results = Timings()
+        for contender in contenders:
+            samples = []
+            for launch in list(contender.launches)[:3]:
+                start = time.perf_counter()
+                launch()
+                samples.append((time.perf_counter() - start) * 1e6)
+            results.by_name[contender.name] = summarize(samples, False)
+        return results
+
+
+def host_microseconds(
+    launches: Sequence[Callable[[], Any]], synchronize: Callable[[], None], batches: int = 7, calls: int = 16
+) -> float:
+    """Python time of one eager public call, without waiting for the device: median over batches of calls."""
+    samples = []
+    for batch in range(batches):
+        synchronize()
+        start = time.perf_counter()
+        for i in range(calls):
+            launches[(batch * calls + i) % len(launches)]()
+        samples.append((time.perf_counter() - start) * 1e6 / calls)
+    synchronize()
+    return statistics.median(samples)
