@@ -20,6 +20,7 @@ from .draft_log import DraftLog
 from .errors import InvalidArgumentError, UnsupportedConfigError
 from .ranges import annotated
 from .validation import (
+    ALIGNMENT,
     FLOAT_DTYPES,
     Backend,
     check_alignment,
@@ -93,7 +94,8 @@ def _check_kernel(
             f"multiple of {CHANNEL_VECTOR} channels (backend='reference' serves others)"
         )
     check_alignment("x", x)
-    check_alignment("weight", weight.view(-1), 16)
+    if weight.data_ptr() % ALIGNMENT:
+        raise InvalidArgumentError("weight", f"address {weight.data_ptr():#x}", f"a multiple of {ALIGNMENT} B")
     if out is not None:
         check_alignment("out", out)
 
@@ -139,7 +141,7 @@ def causal_conv1d_prefill(
         bias: `[C]` in weight's dtype.
         activation: "silu" or None.
         checkpoints: windows to keep at any token counts within this call.
-        out: `[T, C]`, allocated unless given; must not share memory with x. Rows beyond `cu_seqlens[N]` are undefined.
+        out: `[T, C]`, allocated unless given; must not share memory with x. Rows beyond `cu_seqlens[N]` become zeros.
         backend: "auto" (kernels on sm_90, references elsewhere), "kernels" or "reference".
 
     Raises:

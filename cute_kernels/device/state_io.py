@@ -5,15 +5,15 @@ Offsets are 64-bit: a pool has more than 2^31 elements.
 """
 
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, Uint32
+from cutlass import Boolean, Int32, Int64
 
 from .memory import offset_ptr
 
 
 @cute.jit
 def slot_is_valid(slot: Int32, num_slots: Int32) -> Boolean:
-    """Whether a read or write id names a slot; one unsigned comparison serves both ends."""
-    return slot.to(Uint32) < num_slots.to(Uint32)
+    """Whether a read or write id names a slot."""
+    return (slot >= 0) & (slot < num_slots)
 
 
 def slot_ptr(mPool, slot, inner, align=16):
