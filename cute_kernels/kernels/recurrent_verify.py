@@ -21,7 +21,7 @@ zeros and touches no slot and no log. A row whose log row is out of range replay
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32, const_expr
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
 
@@ -152,7 +152,7 @@ class RecurrentVerify:
             if const_expr(not self.commit):
                 start = Int32(mCu[seq])
                 length = cutlass.max(cutlass.min(Int32(mCu[seq + 1]) - start, max_tokens), 0)
-            counted = accepted.to(Uint32) <= max_tokens.to(Uint32)
+            counted = (accepted >= 0) & (accepted <= max_tokens)
             reads = counted & slot_is_valid(read, num_slots)
             writes = counted & slot_is_valid(write, num_slots)
             logged = (reads | writes) & slot_is_valid(log_row, log_rows)
