@@ -118,6 +118,7 @@ class GraphTimer:
 
     def time(self, contenders: Sequence[Contender]) -> Timings:
         """See Timer."""
+        torch.cuda.synchronize()  # inputs were made on the default stream
         results = Timings()
         runners: dict[str, tuple[Callable[[], None], bool, int]] = {}
         for contender in contenders:
