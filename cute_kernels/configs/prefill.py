@@ -14,7 +14,6 @@ from typing import Literal
 from ..compile.manifest import Entry, ResourceBudget
 
 StateDtype = Literal["float32", "bfloat16"]
-GateDtype = Literal["bfloat16", "float32"]
 
 
 @dataclass(frozen=True)
@@ -23,20 +22,17 @@ class GdnPrefillKey:
 
     Attributes:
         state_dtype: element type of the pool.
-        gate_dtype: element type of a and b.
         debug: "" in shipped kernels. "bounded": a wait that lasts too long ends its warp; "profile": cycles waited are added
             up. Both write to the tensor passed as checkpoint slots, which then holds 16 words for each of 16 warps.
     """
 
     state_dtype: StateDtype = "float32"
-    gate_dtype: GateDtype = "bfloat16"
     debug: Literal["", "bounded", "profile"] = ""
 
     def symbol(self) -> str:
         """C identifier of this specialisation."""
         state = "f32" if self.state_dtype == "float32" else "bf16"
-        gate = "" if self.gate_dtype == "bfloat16" else "_gf32"
-        return f"gdn_prefill_{state}{gate}{'_' if self.debug else ''}{self.debug}"
+        return f"gdn_prefill_{state}{'_' if self.debug else ''}{self.debug}"
 
     def shared_bytes(self) -> int:
         """Shared memory of one block."""
@@ -46,8 +42,4 @@ class GdnPrefillKey:
 def shipped() -> list[Entry]:
     """The specialisations built ahead of time."""
     budget = ResourceBudget(max_registers=128)
-    return [
-        Entry("gdn_prefill", GdnPrefillKey(state, gate), budget)
-        for state in ("float32", "bfloat16")
-        for gate in ("bfloat16", "float32")
-    ]
+    return [Entry("gdn_prefill", GdnPrefillKey(state), budget) for state in ("float32", "bfloat16")]

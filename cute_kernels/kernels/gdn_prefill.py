@@ -18,7 +18,7 @@ Invalid rows of a short chunk may hold a neighbour's tokens, even NaN: they are 
 
 Arguments of the compiled function, in order:
     q [T, HK*128], k [T, HK*128], v [T, HV*128]   bf16 row views, row stride a multiple of 8 elements, T >= 1
-    a, b [T, HV]                                  gate dtype, any row stride
+    a, b [T, HV]                                  bf16, any row stride
     A_log [HV], dt_bias [HV]                      fp32
     pool [slots, elements]                        fp32 or bf16, slot stride a multiple of 16 bytes; [HV, V, K] of this layer at 0
     read_ids [N], write_ids [N], cu_seqlens [N+1]           int32
@@ -631,10 +631,9 @@ class GdnPrefill:
 def build(key):
     """Compile one key."""
     state = Float32 if key.state_dtype == "float32" else BFloat16
-    gate = Float32 if key.gate_dtype == "float32" else BFloat16
     tokens, rows, entries = cute.sym_int(), cute.sym_int(), cute.sym_int()
     q, k, v, out = (fake_rows(BFloat16, tokens) for _ in range(4))
-    a, b = (fake_rows(gate, tokens, divisibility=1, align=gate.width // 8) for _ in range(2))
+    a, b = (fake_rows(BFloat16, tokens, divisibility=1, align=2) for _ in range(2))
     heads = cute.sym_int()
     cu, kept_cu = (fake_vector(Int32) for _ in range(2))
     return cute_compile(
