@@ -167,7 +167,7 @@ def test_two_readers_of_one_checkpoint_in_a_batch_with_its_producer() -> None:
     readers = [flow.add(prompt(256) + prompt(20, seed), 4) for seed in (5, 6)]
     flow.run()
     assert [seq.cached_tokens for seq in readers] == [256, 256]
-    ids = [forward["ids"] for forward in flow.device.forwards if len(forward["lengths"]) == 2][0]
+    ids = next(forward["ids"] for forward in flow.device.forwards if len(forward["lengths"]) == 2)
     assert ids[0][0] == ids[1][0]
     assert list(producer.generated_ids) == answer(prompt(256), 12)
     for seed, seq in zip((5, 6), readers):

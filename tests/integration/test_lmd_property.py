@@ -49,7 +49,7 @@ class Schedules(RuleBasedStateMachine):
 
     def prompt(self, root: int, length: int, tail: int) -> list[int]:
         shared = [(i * 5 + root) % 11 + 3 for i in range(length)]
-        return shared + [tail + 20, tail % 7 + 30]
+        return [*shared, tail + 20, tail % 7 + 30]
 
     @rule(root=st.integers(0, 2), length=st.integers(1, 420), tail=st.integers(0, 5), new=st.integers(1, 12))
     def add(self, root: int, length: int, tail: int, new: int) -> None:
