@@ -31,7 +31,7 @@ demo: $(VENV)/.installed
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/mypy $(foreach package,pool cute_kernels.configs autotune integration,-p compact_state.$(package))
 
 test: lint
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile tests
