@@ -1,7 +1,7 @@
 """A copy of whole states by slot id: the measured ceiling of every kernel that reads one slot and writes another.
 
-The kernel moves 4 KiB a block, 128 threads with two 16-byte vectors each, which came closest to the copy bandwidth of all
-granules tried (docs/notes/decode.md). It knows nothing of dtypes: a state is so many 4 KiB granules.
+The kernel moves 4 KiB a block, 128 threads with two 16-byte vectors each: of all granules tried this came closest to the
+copy bandwidth (docs/notes/decode.md). It knows nothing of dtypes: a state is so many 4 KiB granules.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     pool[write_ids[n]] = pool[read_ids[n]]
 
-Grid (granules of 4 KiB a slot, N). A block reads one granule into registers, two 16-byte vectors a thread, and writes it.
-An id outside the pool reads nothing (zeros) or writes nothing, as in every other kernel, so that the cost of the id rule is in.
+Grid (granules of 4 KiB a slot, N). A block reads one granule into registers, two 16-byte vectors a thread, and writes
+it. An id outside the pool reads nothing (zeros) or writes nothing, as in every other kernel: the id rule's cost is in.
 """
 
 import cutlass

@@ -1,0 +1,218 @@
+"""Documents and comparisons from result files: schema, tables, charts, two commits side by side."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compact_state.perf import schema, tables
+from compact_state.perf.cli import RESULTS
+from compact_state.perf.compare import compare, load_set
+from compact_state.perf.report import FILES, replace_block, write_report
+from compact_state.perf.run import dump
+
+ENVIRONMENT: dict[str, Any] = {
+    "device": "NVIDIA H200",
+    "driver": "580.1",
+    "torch": "2.11",
+    "triton": "3.6",
+    "cutlass_dsl": "4.8.1",
+    "copy_tb_s": 4.27,
+    "matmul_tflop_s": 700.0,
+    "commit": "abc123",
+    "date": "2026-11-29T00:00:00Z",
+    "command": "python -m perf run",
+    "peers": {"flashinfer": "0.7.4", "fla": "missing: ModuleNotFoundError: No module named 'fla'"},
+}
+
+
+def row(op: str = "gdn_decode", workload: str = "B64", ours: float = 69.0, **fields: Any) -> dict[str, Any]:
+    base: dict[str, Any] = {
+        "op": op,
+        "geometry": "Q1",
+        "workload": workload,
+        "state_dtype": "float32",
+        "ours_us": ours,
+        "floor_us": 63.0,
+        "slab_copy_us": 67.0,
+        "spread": 0.004,
+        "peers": {},
+        "heads": "16/32",
+        "bytes": 270_000_000,
+        "flops": 268_000_000,
+        "host_us": 8.0,
+    }
+    return base | fields
+
+
+def result(*rows: dict[str, Any]) -> dict[str, Any]:
+    return {"environment": copy.deepcopy(ENVIRONMENT), "rows": list(rows), "failures": {}}
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.name)
+def test_committed_results_follow_the_schema(path: Path) -> None:
+    assert path.stem in FILES
+    loaded = schema.load(path)
+    assert "H200" in loaded["environment"]["device"]
+    assert loaded["environment"]["commit"] not in ("unknown", "")
+    assert loaded["rows"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda r: r["environment"].pop("commit"), "environment: lacks commit"),
+        (lambda r: r["rows"][0].pop("peers"), r"rows\[0\]: lacks peers"),
+        (lambda r: r["rows"][0].update(op="gdn_decoder"), "allowed: gdn_decode"),
+        (lambda r: r["rows"][0].update(ours_us=0.0), "a positive number"),
+        (lambda r: r["rows"][0].update(ours_us=float("nan")), "a positive number"),
+        (lambda r: r["rows"][0].update(state_dtype="fp16"), "allowed: float32, bfloat16"),
+        (lambda r: r["rows"][0].update(peers={"fla": None}), r"peers\.fla"),
+        (lambda r: r["rows"].append(r["rows"][0]), "a second row"),
+        (lambda r: r.update(rows={}), "a list"),
+    ],
+)
+def test_schema_names_what_is_wrong(change: Any, message: str) -> None:
+    bad = result(row())
+    schema.validate(bad)
+    change(bad)
+    with pytest.raises(schema.SchemaError, match=message):
+        schema.validate(bad)
+
+
+def test_a_truncated_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "decode.json"
+    path.write_text(dump(result(row()))[:-40])
+    with pytest.raises(schema.SchemaError, match=r"decode\.json"):
+        schema.load(path)
+
+
+def test_written_rows_are_one_a_line_and_load_back(tmp_path: Path) -> None:
+    content = result(row(), row(workload="B128"))
+    path = tmp_path / "decode.json"
+    path.write_text(dump(content))
+    assert schema.load(path)["rows"] == content["rows"]
+    assert sum(line.startswith('  {"op"') for line in path.read_text().splitlines()) == 2
+
+
+def test_a_peer_that_updates_in_place_is_compared_with_ours_in_place() -> None:
+    both = row(peers={"flashinfer": 70.0, "lmdeploy": 78.0}, ours_in_place_us=71.0, in_place_peers=["lmdeploy"])
+    assert tables.ratio_to_best(both) == pytest.approx(69.0 / 70.0)
+    only = row(peers={"lmdeploy": 78.0}, ours_in_place_us=71.0, in_place_peers=["lmdeploy"])
+    assert tables.ratio_to_best(only) == pytest.approx(71.0 / 78.0)
+    assert tables.ratio_to_best(row()) is None
+
+
+def test_a_peers_slower_variant_is_not_its_best() -> None:
+    passes = row(op="gdn_prefill", peers={"flashinfer": 240.0, "flashinfer_with_passes": 200.0})
+    assert tables.best_peer(passes) == ("flashinfer", 240.0)
+
+
+def test_summary_says_plainly_where_a_peer_is_faster() -> None:
+    rows = [row(peers={"flashinfer": 60.0}), row(workload="B8", peers={"flashinfer": 80.0})]
+    text = tables.summary("gdn_decode", rows)
+    assert "A peer is faster on 1: Q1 B64 fp32 (flashinfer, 1.15)." in text
+    assert "No peer is faster" in tables.summary("gdn_decode", rows[1:])
+    assert "no peer was measured" in tables.summary("gdn_decode", [row()])
+
+
+def test_missing_peers_are_explained() -> None:
+    rows = [
+        row(peers_missing={"fla": "no decode kernel"}),
+        row(workload="B8", peers_missing={"fla": "no decode kernel"}),
+    ]
+    assert tables.missing_peers(rows) == "Without a figure: fla: no decode kernel (2 cells)."
+
+
+def write_results(folder: Path) -> None:
+    folder.mkdir()
+    decode = [
+        row(workload=f"B{batch}", ours=10.0 + batch, state_dtype=dtype, peers={"flashinfer": 12.0 + batch})
+        for batch in (1, 8, 64)
+        for dtype in ("float32", "bfloat16")
+    ]
+    (folder / "decode.json").write_text(dump(result(*decode)))
+    prefill = [
+        row(
+            "kda_prefill",
+            load,
+            150.0,
+            geometry="G1",
+            gates=gates,
+            slab_copy_us=None,
+            peers={"cudnn": 230.0, "fla": 1107.0},
+        )
+        for load in ("1x2048", "1x8192")
+        for gates in ("fast", "slow")
+    ]
+    (folder / "kda_prefill.json").write_text(dump(result(*prefill)))
+
+
+def test_report_from_a_fixture(tmp_path: Path) -> None:
+    write_results(tmp_path / "results")
+    readme = tmp_path / "README.md"
+    readme.write_text("# Title\n\n<!-- perf:headline -->\nold\n<!-- /perf:headline -->\n\ntail\n")
+    written = write_report(tmp_path / "results", tmp_path / "docs", readme)
+    page = (tmp_path / "docs" / "performance.md").read_text()
+    assert "## Decode, one token" in page
+    assert "From `perf/results/h200/decode.json`: NVIDIA H200" in page
+    assert "No peer is faster on any of them" in page
+    assert "| Q1 (16/32) | B64 | fp32 | 74.00 | 63.00 |" in page
+    assert "old" not in readme.read_text()
+    assert readme.read_text().endswith("tail\n")
+    assert "kda_prefill" in readme.read_text()
+    images = {path.name for path in written if path.suffix == ".png"}
+    assert {"roofline.png", "decode_over_floor.png", "decode_over_peer.png", "kda_prefill.png"} <= images
+    assert all(path.stat().st_size > 1000 for path in written if path.suffix == ".png")
+    again = write_report(tmp_path / "results", tmp_path / "docs", readme, charts=False)
+    assert (tmp_path / "docs" / "performance.md") in again
+
+
+def test_a_hand_written_part_of_the_page_survives(tmp_path: Path) -> None:
+    write_results(tmp_path / "results")
+    page = tmp_path / "docs" / "performance.md"
+    page.parent.mkdir()
+    page.write_text("mine\n<!-- perf:decode -->\nstale\n<!-- /perf:decode -->\nalso mine\n")
+    write_report(tmp_path / "results", tmp_path / "docs", charts=False)
+    text = page.read_text()
+    assert text.startswith("mine\n")
+    assert text.endswith("also mine\n")
+    assert "stale" not in text
+
+
+def test_a_folder_without_results_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no result file"):
+        write_report(tmp_path, tmp_path)
+
+
+def test_a_block_is_replaced_literally() -> None:
+    text = "<!-- perf:x -->\n<!-- /perf:x -->"
+    assert r"a\1b" in replace_block(text, "x", r"a\1b")
+
+
+def test_comparison_of_two_sets_flags_what_moved_beyond_the_spread() -> None:
+    base = [result(row(ours=100.0), row(workload="B8", ours=10.0), row(workload="B4", ours=5.0))]
+    new = [result(row(ours=110.0), row(workload="B8", ours=10.02), row(workload="B1", ours=2.0))]
+    text = compare(base, new)
+    assert "| gdn_decode Q1 B64 float32 | 100.0 | 110.0 | 1.100 | slower |" in text
+    assert "| gdn_decode Q1 B8 float32 | 10.0 | 10.02 | 1.002 |  |" in text
+    assert "over 2 cases" in text
+    assert compare(base, [result(row(workload="B2"))]) == "no common cases"
+
+
+def test_sets_load_from_files_folders_and_reject_the_rest(tmp_path: Path) -> None:
+    write_results(tmp_path / "results")
+    assert len(load_set(str(tmp_path / "results"))) == 2
+    assert len(load_set(str(tmp_path / "results" / "decode.json"))) == 1
+    with pytest.raises(ValueError, match="allowed: a result file"):
+        load_set("no-such-revision")
+
+
+def test_identity_tells_gates_and_accepted_apart() -> None:
+    rows = [row(op="gdn_verify", workload="B64T6", accepted=n) for n in (0, 3)]
+    assert schema.identity(rows[0]) != schema.identity(rows[1])
+    assert json.loads(json.dumps(rows[0])) == rows[0]

@@ -1,0 +1,204 @@
+"""The harness itself, on the CPU: the gate stops wrong results, a missing peer is named, rows follow the schema."""
+
+from __future__ import annotations
+
+import json
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from compact_state import cute_kernels
+from compact_state.perf import peers, run, schema, timing
+from compact_state.perf.bench import Unsupported, WrongResultError
+from compact_state.perf.cases import GATES, Case, workload
+from compact_state.perf.cli import main
+from compact_state.perf.geometries import Geometry, geometry
+from compact_state.perf.inputs import Workspace, delta_problem
+from compact_state.perf.peers.common import PeerCall, log_decay
+
+CPU = torch.device("cpu")
+SMALL_GDN = Geometry("Q4", "two heads", 8, "gdn", 1, 2, ("float32",))
+SMALL_KDA = Geometry("G2", "two heads", 8, "kda", 2, 2, ("float32",), -5.0)
+SMALL_SOFTPLUS = Geometry("G5", "two heads", 4, "kda", 2, 2, ("float32",))
+
+
+def small(op: str, load: str, dtype: str = "float32", gates: str | None = None, accepted: int | None = None) -> Case:
+    g = SMALL_KDA if op.startswith("kda") else SMALL_GDN
+    return Case(op, g, workload(load), dtype, gates, accepted)
+
+
+@pytest.fixture(autouse=True)
+def _small_pools(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "CPU_POOL_BYTES", 16 * 2**20)
+    monkeypatch.setattr(timing, "COLD_BYTES", 2**20)
+
+
+EVERY_OPERATOR = [
+    small("gdn_decode", "B3"),
+    small("kda_decode", "B3", "bfloat16"),
+    small("gdn_verify", "B2T3", accepted=2),
+    small("kda_verify", "B2T3", "bfloat16", accepted=1),
+    small("gdn_commit", "B2", accepted=2),
+    small("kda_commit", "B2", accepted=1),
+    small("gdn_layer_decode", "B2"),
+    small("kda_layer_decode", "B2T2", accepted=1),
+    small("gdn_prefill", "40+20+ckpt16"),
+    small("kda_prefill", "33+1", gates="slow"),
+    small("causal_conv1d_prefill", "5+3+ckpt2", "bfloat16"),
+    small("causal_conv1d_decode", "B3", "bfloat16"),
+    small("advance_state_ids", "B3"),
+]
+
+
+@pytest.mark.parametrize("case", EVERY_OPERATOR, ids=lambda case: case.name)
+def test_every_operator_runs_is_checked_and_gives_a_valid_row(case: Case, tmp_path: Path) -> None:
+    result = run.run([case], device=CPU, peer_names="none", command=["test"], say=lambda text: None)
+    assert result["failures"] == {}
+    (row,) = result["rows"]
+    assert row["error"]["ours"]["output" if "commit" not in case.op else "state"] < 0.01
+    (path,) = run.write(result, tmp_path, {case.name: case})
+    assert path.name == f"{case.file}.json"
+    assert schema.load(path)["rows"] == json.loads(json.dumps([row]))
+
+
+@pytest.mark.parametrize("gates", GATES)
+@pytest.mark.parametrize("g", [SMALL_KDA, SMALL_SOFTPLUS], ids=["bounded", "softplus"])
+def test_gate_sets_have_the_stated_mean_decay(gates: str, g: Geometry) -> None:
+    mean = float(log_decay(delta_problem(Workspace(CPU, 2**20), g, workload("400"), "float32", gates)).mean())
+    expected = {"fast": (-2.9, -2.1), "slow": (-0.01, 0.0), "trained": (-0.3, 0.0), "bound": (-25.0, -4.9)}[gates]
+    assert expected[0] < mean < expected[1]
+
+
+def test_a_wrong_operator_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = cute_kernels.gdn_decode
+
+    def wrong(*arguments: object, **options: object) -> torch.Tensor:
+        return right(*arguments, **options).mul_(1.05)
+
+    monkeypatch.setattr(cute_kernels, "gdn_decode", wrong)
+    case = small("gdn_decode", "B3")
+    with pytest.raises(WrongResultError, match="ours: RMS ratios"):
+        run.run_case(case, Workspace(CPU, 2**24), timing.WallTimer(), {}, None)
+    result = run.run([case], device=CPU, peer_names="none", say=lambda text: None)
+    assert result["rows"] == []
+    assert "RMS ratios" in result["failures"][case.name]
+
+
+def fake_peer(scale: float) -> types.SimpleNamespace:
+    """A peer that runs our own operator in place and scales its output."""
+
+    def decode(p):  # type: ignore[no-untyped-def]
+        def make(read, write, out):  # type: ignore[no-untyped-def]
+            return lambda: cute_kernels.gdn_decode(*p.arguments, p.pool, read, read, out=out).mul_(scale)
+
+        return PeerCall(make, in_place=True)
+
+    return types.SimpleNamespace(decode=decode)
+
+
+def refusing_peer() -> types.SimpleNamespace:
+    def decode(p):  # type: ignore[no-untyped-def]
+        raise Unsupported("bf16 pools only")
+
+    return types.SimpleNamespace(decode=decode)
+
+
+def test_peers_are_timed_when_right_and_named_when_wrong_or_unable() -> None:
+    adapters = {
+        "flashinfer": fake_peer(1.0),
+        "fla": fake_peer(1.1),
+        "cudnn": refusing_peer(),
+        "lmdeploy": types.SimpleNamespace(),
+    }
+    row = run.run_case(small("gdn_decode", "B3"), Workspace(CPU, 2**24), timing.WallTimer(), adapters, None)
+    assert set(row["peers"]) == {"flashinfer"}
+    assert row["in_place_peers"] == ["flashinfer"]
+    assert "wrong result" in row["peers_missing"]["fla"]
+    assert row["peers_missing"]["cudnn"] == "Unsupported: bf16 pools only"
+    assert row["peers_missing"]["lmdeploy"] == "Unsupported: no decode kernel"
+
+
+def test_absent_peers_are_named_not_guessed() -> None:
+    adapters, status = peers.load("cudnn")
+    assert set(status) == set(peers.NAMES)
+    assert status["fla"] == "not asked for"
+    if "cudnn" not in adapters:
+        assert status["cudnn"].startswith("missing: ModuleNotFoundError")
+    with pytest.raises(ValueError, match="allowed: all, none, flashinfer"):
+        peers.load("vllm")
+
+
+def test_slot_ids_are_distinct_within_a_launch_and_return_late() -> None:
+    ids = Workspace(CPU, 2**20).slot_ids(40, 4, 9)
+    for read, write in ids:
+        assert torch.cat([read, write]).unique().numel() == 8
+    first_pass = torch.cat([torch.cat(pair) for pair in ids[:5]])
+    assert first_pass.unique().numel() == 40
+    with pytest.raises(ValueError, match="8 needed"):
+        Workspace(CPU, 2**20).slot_ids(7, 4, 1)
+
+
+def test_rotation_touches_several_times_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "COLD_BYTES", 4 * timing.L2_BYTES)
+    assert timing.rotations(2**20) * 2**20 >= 4 * timing.L2_BYTES
+    assert timing.rotations(2**30) == 4
+    assert timing.rotations(1) == timing.MAX_LAUNCHES
+
+
+def test_summary_of_samples() -> None:
+    result = timing.summarize([10.0, 11.0, 12.0, 13.0, 100.0], True)
+    assert (result.us, result.spread) == (12.0, pytest.approx(2.0 / 12.0))
+
+
+def test_a_time_budget_names_what_was_left_out() -> None:
+    cases = [small("advance_state_ids", "B3"), small("gdn_decode", "B3")]
+    result = run.run(cases, device=CPU, peer_names="none", budget_s=0.0, say=lambda text: None)
+    assert result["rows"] == []
+    assert set(result["failures"].values()) == {"not run: time budget"}
+
+
+def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "rows.json"
+    arguments = ["--op", "advance_state_ids", "--case", "B64", "--peers", "none", "--device", "cpu"]
+    assert main(["run", *arguments, "--out", str(out), "--commit", "abc"]) == 0
+    result = schema.load(out)
+    assert result["environment"]["commit"] == "abc"
+    assert "advance_state_ids" in result["environment"]["command"]
+    assert main(["run", "--list", "--op", "gdn_prefill", "--quick"]) == 0
+    assert "gdn_prefill:Q1:1x8192:f32" in capsys.readouterr().out
+    assert main(["run", "--op", "nothing"]) == 2
+    if not torch.cuda.is_available():
+        assert main(["run", "--op", "gdn_decode"]) == 2
+
+
+def test_measuring_needs_no_plotting_or_command_line_packages() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(('rich', 'typer', 'matplotlib', 'pandas', 'cutlass', 'triton')));"
+        "from compact_state.perf import run; from compact_state.perf.cli import main;"
+        "sys.exit(main(['run', '--op', 'advance_state_ids', '--peers', 'none', '--device', 'cpu']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_runs_from_the_repository_root_without_an_installation(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    root = Path(run.__file__).resolve().parents[1]
+    if not (root / "src").is_dir():
+        pytest.skip("installed from a wheel")
+    command = [sys.executable, "-m", "perf", "run", "--list", "--op", "gdn_decode"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120, check=False, env={"PATH": ""})
+    assert done.returncode == 0, done.stderr
+    assert "gdn_decode:Q1:B64:f32" in done.stdout
+
+
+def test_geometry_of_small_cases_exists() -> None:
+    assert geometry(SMALL_GDN.id).kind == "gdn"
+    assert geometry(SMALL_KDA.id).kind == "kda"
