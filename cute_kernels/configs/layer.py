@@ -1,0 +1,81 @@
+"""Fused T = 1 layer step: what its specialisations are, which are legal, and which one a shape gets.
+
+One thread block owns a whole (sequence, value head), so that the norm over V needs no second block. It works through its 128
+rows of V in passes of `warps * 4 * rows`, each of which lands in shared memory by one bulk copy.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Literal
+
+from ..compile.manifest import Entry, ResourceBudget
+from .recurrent import KINDS, SHORT, STATE_DTYPES, Kind, StateDtype
+
+WeightDtype = Literal["float32", "bfloat16"]
+WEIGHT_DTYPES: tuple[WeightDtype, ...] = ("float32", "bfloat16")
+CONV_WIDTH = 4
+
+# Bits of the kernel's `flags` argument: what changes between calls without changing the code.
+SETTLED = 1  # the kernel before this one wrote neither ids, positions, slots nor windows
+SILU_GATE = 2  # the output gate is z sigmoid(z), else sigmoid(z)
+CONV_BIAS = 4  # the conv has a bias
+NORM_BF16 = 8  # the norm's weight is bf16, else fp32
+
+
+@dataclass(frozen=True)
+class LayerDecodeKey:
+    """Everything that changes the code of `kernels/layer_decode.py`.
+
+    weight: dtype of the conv's taps and bias. rows: V rows a lane holds at a time, 1, 2 or 4. warps: warps a block.
+    """
+
+    kind: Kind
+    state: StateDtype
+    weight: WeightDtype
+    rows: int
+    warps: int
+
+    def symbol(self) -> str:
+        """C identifier of the specialisation."""
+        return f"layer_decode_{self.kind}_{SHORT[self.state]}_w{SHORT[self.weight]}_r{self.rows}w{self.warps}"
+
+    @property
+    def pass_rows(self) -> int:
+        """Rows of V the block updates at a time."""
+        return self.warps * 4 * self.rows
+
+    def shared_bytes(self) -> int:
+        """Shared memory of a block: the landed state, a barrier a pass, six vectors of a head and two scalars."""
+        state = 128 * 128 * (4 if self.state == "float32" else 2)
+        return state + 8 * (128 // self.pass_rows) + 6 * 128 * 4 + 2 * 4 + 128
+
+    def rejection(self) -> str | None:
+        """Why this key has no kernel, or None."""
+        if self.rows not in (1, 2, 4):
+            return f"rows={self.rows}: the butterfly reduces 1, 2 or 4 rows"
+        if not 4 <= self.warps <= 16:
+            return f"warps={self.warps}: two warps convolve and two prepare the gates, at most 16"
+        if 128 % self.pass_rows:
+            return f"warps={self.warps}, rows={self.rows}: a pass of {self.pass_rows} rows does not divide 128"
+        return None
+
+
+@functools.lru_cache(maxsize=4096)
+def choose(kind: Kind, state: StateDtype, weight: WeightDtype) -> LayerDecodeKey:
+    """The specialisation for every batch: 16 KiB (bf16: 8 KiB) a bulk copy kept the most bytes in flight when measured."""
+    return LayerDecodeKey(kind, state, weight, 2, 8 if state == "float32" else 4)
+
+
+def candidates(kind: Kind, state: StateDtype, weight: WeightDtype) -> list[LayerDecodeKey]:
+    """The space a sweep tries."""
+    keys = [LayerDecodeKey(kind, state, weight, rows, warps) for rows in (1, 2, 4) for warps in (4, 8, 16)]
+    return [key for key in keys if key.rejection() is None]
+
+
+def shipped() -> list[Entry]:
+    """Entries of the manifest: what `choose` can return."""
+    keys = [choose(kind, state, weight) for kind in KINDS for state in STATE_DTYPES for weight in WEIGHT_DTYPES]
+    budget = ResourceBudget(max_registers=128, max_shared_bytes=76 * 1024)
+    return [Entry("layer_decode", key, budget) for key in keys]

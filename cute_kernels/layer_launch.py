@@ -1,0 +1,274 @@
+"""The fused layer step's argument checks, the launch of its T = 1 kernel, and its verify form composed of single operators."""
+
+from __future__ import annotations
+
+import torch
+
+from .compile.cache import jit_cache
+from .configs import layer as configs
+from .configs.recurrent import StateDtype
+from .conv1d import causal_conv1d_verify
+from .delta_rule import check_log, kind_of
+from .draft_log import DraftLog
+from .errors import InvalidArgumentError, UnsupportedConfigError
+from .gdn import gdn_verify
+from .kda import kda_verify
+from .reference.layer import GateActivation, gated_rms_norm, split_heads
+from .validation import (
+    FLOAT_DTYPES,
+    STATE_DTYPES,
+    check_alignment,
+    check_choice,
+    check_heads,
+    check_ids,
+    check_kernel_dtype,
+    check_kernel_heads,
+    check_lower_bound,
+    check_pool,
+    check_rows,
+    check_tensor,
+)
+
+layer_decode = jit_cache("layer_decode")
+
+STATE_NAMES: dict[torch.dtype, StateDtype] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
+Verify = tuple[torch.Tensor, DraftLog, torch.Tensor]
+Arguments = tuple[
+    torch.Tensor, ...
+]  # x, gate, b, z, conv_weight, conv_state, A_log, dt_bias, norm_weight, state, ids, positions
+
+
+def verify_arguments(
+    cu_seqlens: torch.Tensor | None, draft_log: DraftLog | None, num_accepted: torch.Tensor | None
+) -> Verify | None:
+    """The three arguments of a verify step, or None for a single token. Raises unless all or none are given."""
+    if cu_seqlens is None and draft_log is None and num_accepted is None:
+        return None
+    if cu_seqlens is None or draft_log is None or num_accepted is None:
+        names = {"cu_seqlens": cu_seqlens, "draft_log": draft_log, "num_accepted": num_accepted}
+        given = ", ".join(name for name, value in names.items() if value is not None)
+        raise InvalidArgumentError(
+            "cu_seqlens, draft_log, num_accepted", f"{given} alone", "all three (verify) or none"
+        )
+    return cu_seqlens, draft_log, num_accepted
+
+
+def check_arguments(
+    operator: str,
+    arguments: Arguments,
+    conv_bias: torch.Tensor | None,
+    gate_activation: GateActivation,
+    lower_bound: float | None,
+    verify: Verify | None,
+    out: torch.Tensor | None,
+    *,
+    kda: bool,
+    kernels: bool,
+) -> None:
+    """Check everything about a layer step's arguments that needs no look at values.
+
+    Raises InvalidArgumentError for arguments that contradict each other and UnsupportedConfigError for a combination that
+    only the references serve (when `kernels`).
+    """
+    x, gate, b, z, conv_weight, conv_state, A_log, dt_bias, norm_weight, state, read_ids, write_ids, positions = (
+        arguments
+    )
+    if not isinstance(x, torch.Tensor) or x.dim() != 2:
+        raise InvalidArgumentError("x", getattr(x, "shape", type(x).__name__), "a tensor [rows, C]")
+    if not isinstance(state, torch.Tensor) or state.dim() != 4:
+        raise InvalidArgumentError("state", getattr(state, "shape", type(state).__name__), "a pool [S, HV, V, K]")
+    if not isinstance(conv_weight, torch.Tensor) or conv_weight.dim() != 2:
+        given = getattr(conv_weight, "shape", type(conv_weight).__name__)
+        raise InvalidArgumentError("conv_weight", given, "a tensor [C, W]")
+    device, (rows, channels), width = x.device, x.shape, conv_weight.shape[1]
+    slots, hv, value_size, key_size = state.shape
+    keys = channels - hv * value_size
+    if keys <= 0 or keys % (2 * key_size):
+        raise InvalidArgumentError("x", f"{channels} channels", f"2 HK * {key_size} + {hv} * {value_size} (q | k | v)")
+    hk = keys // (2 * key_size)
+    check_heads(hk, hv, key_size, value_size)
+    gate_name = "g" if kda else "a"
+    parameters = (torch.float32,) if kernels else FLOAT_DTYPES
+    check_tensor("x", x, (rows, channels), FLOAT_DTYPES, device)
+    check_tensor(gate_name, gate, (rows, hv, key_size) if kda else (rows, hv), FLOAT_DTYPES, device)
+    check_tensor("b", b, (rows, hv), FLOAT_DTYPES, device)
+    check_tensor("z", z, (rows, hv * value_size), FLOAT_DTYPES, device)
+    check_tensor("conv_weight", conv_weight, (channels, width), FLOAT_DTYPES, device)
+    check_tensor("A_log", A_log, (hv,), parameters, device)
+    if kda and isinstance(dt_bias, torch.Tensor) and dt_bias.dim() == 2:
+        check_tensor("dt_bias", dt_bias, (hv, key_size), parameters, device)
+    else:
+        check_tensor("dt_bias", dt_bias, (hv * key_size if kda else hv,), parameters, device)
+    check_tensor("norm_weight", norm_weight, (value_size,), FLOAT_DTYPES, device)
+    check_pool("state", state, (hv, value_size, key_size), STATE_DTYPES if kernels else FLOAT_DTYPES, device)
+    check_pool("conv_state", conv_state, (width, channels), (x.dtype,), device)
+    if conv_state.shape[0] != slots:
+        raise InvalidArgumentError("conv_state", f"{conv_state.shape[0]} slots", f"{slots}, those of state")
+    if conv_bias is not None:
+        check_tensor("conv_bias", conv_bias, (channels,), FLOAT_DTYPES, device)
+    sequences = read_ids.shape[0] if isinstance(read_ids, torch.Tensor) and read_ids.dim() == 1 else rows
+    for name, ids in (("read_ids", read_ids), ("write_ids", write_ids), ("positions", positions)):
+        check_ids(name, ids, sequences, device)
+    if verify is not None:
+        check_ids("cu_seqlens", verify[0], sequences + 1, device)
+        check_log(verify[1], verify[2], sequences, hk, hv, kda=kda, kernels=kernels)
+        if verify[1].x is None or verify[1].x.shape[-1] != channels:
+            raise InvalidArgumentError("draft_log", "no log of these conv inputs", f"one with {channels} channels")
+    elif sequences != rows:
+        raise InvalidArgumentError("read_ids", f"{sequences} ids", f"{rows} ids, one for each row of x")
+    check_lower_bound(lower_bound)
+    check_choice("gate_activation", gate_activation, ("silu", "sigmoid"))
+    inputs = (("x", x), (gate_name, gate), ("b", b), ("z", z), ("conv_weight", conv_weight))
+    for name, tensor in inputs:
+        check_rows(name, tensor)
+    if out is not None:
+        check_tensor("out", out, z.shape, (z.dtype,), device)
+        check_rows("out", out)
+    if kernels:
+        _check_kernel(operator, arguments, conv_bias, out, kda)
+
+
+def _check_kernel(
+    operator: str, arguments: Arguments, conv_bias: torch.Tensor | None, out: torch.Tensor | None, kda: bool
+) -> None:
+    x, gate, b, z, conv_weight, _, _, dt_bias, norm_weight, state = arguments[:10]
+    check_kernel_heads(operator, state.shape[3], state.shape[2])
+    for name, tensor in (("x", x), ("g" if kda else "a", gate), ("b", b), ("z", z)):
+        check_kernel_dtype(operator, name, tensor.dtype, (torch.bfloat16,))
+    check_kernel_dtype(operator, "conv_weight", conv_weight.dtype, WEIGHT_DTYPES)
+    check_kernel_dtype(operator, "norm_weight", norm_weight.dtype, WEIGHT_DTYPES)
+    if conv_bias is not None:
+        check_kernel_dtype(operator, "conv_bias", conv_bias.dtype, (conv_weight.dtype,))
+    if conv_weight.shape[1] != configs.CONV_WIDTH:
+        raise UnsupportedConfigError(
+            f"{operator}: conv width {conv_weight.shape[1]}; allowed with kernels: {configs.CONV_WIDTH} "
+            "(backend='reference' serves others)"
+        )
+    vectors = (("x", x), ("z", z), *((("g", gate),) if kda else ()), *((("out", out),) if out is not None else ()))
+    for name, tensor in vectors:
+        check_alignment(name, tensor)
+    for name, tensor in (("conv_weight", conv_weight), ("norm_weight", norm_weight), ("dt_bias", dt_bias)):
+        if not tensor.is_contiguous():
+            raise InvalidArgumentError(name, f"strides {list(tensor.stride())}", "a contiguous tensor")
+        check_alignment(name, tensor.view(-1)[:1])
+    if conv_bias is not None:
+        check_alignment("conv_bias", conv_bias[:1])
+
+
+_checked: set[tuple[object, ...]] = set()
+
+
+def launch_decode(
+    operator: str,
+    arguments: Arguments,
+    conv_bias: torch.Tensor | None,
+    gate_activation: GateActivation,
+    eps: float,
+    scale: float | None,
+    out: torch.Tensor | None,
+    *,
+    kda: bool,
+    lower_bound: float | None,
+    settled: bool,
+) -> torch.Tensor:
+    """Check and run one token a row on the current stream.
+
+    As in the single operators, shapes that passed the full check once are recognised by a short signature; what it leaves
+    out the loaded function checks by itself, and a refusal there is turned into the named error of the full check.
+    """
+    x, gate, b, z, conv_weight, conv_state, A_log, dt_bias, norm_weight, state, read_ids, write_ids, positions = (
+        arguments
+    )
+    signature = (
+        x.shape,
+        x.stride(),
+        gate.stride(),
+        z.shape,
+        z.stride(),
+        state.shape,
+        state.stride(),
+        conv_state.stride(),
+        norm_weight.shape,
+        dt_bias.shape,
+        None if conv_bias is None else conv_bias.shape,
+        gate_activation,
+        lower_bound,
+    )
+    address = x.data_ptr() | z.data_ptr() | state.data_ptr() | conv_state.data_ptr() | conv_weight.data_ptr()
+    if kda:
+        address |= gate.data_ptr()
+    if out is not None:
+        address |= out.data_ptr()
+    if signature not in _checked or address % 16:
+        check_arguments(operator, arguments, conv_bias, gate_activation, lower_bound, None, out, kda=kda, kernels=True)
+        _checked.add(signature)
+    if out is None:
+        out = torch.empty(z.shape, dtype=z.dtype, device=z.device)
+    if x.shape[0] == 0:
+        return out
+    flags = configs.SETTLED if settled else 0
+    flags |= configs.SILU_GATE if gate_activation == "silu" else 0
+    flags |= configs.CONV_BIAS if conv_bias is not None else 0
+    if norm_weight.dtype == torch.bfloat16:
+        flags |= configs.NORM_BF16
+        norm_weight = norm_weight.view(torch.float32)  # words of two; the kernel reads them by the flag
+    weight = STATE_NAMES.get(conv_weight.dtype, "float32")
+    key = configs.choose(kind_of(kda, lower_bound), STATE_NAMES.get(state.dtype, "float32"), weight)
+    try:
+        layer_decode(key)(
+            x,
+            gate,
+            b,
+            z,
+            conv_weight,
+            conv_weight if conv_bias is None else conv_bias.unsqueeze(1),
+            conv_state,
+            A_log,
+            dt_bias if dt_bias.dim() == 1 else dt_bias.view(-1),
+            norm_weight,
+            state,
+            read_ids,
+            write_ids,
+            positions,
+            out,
+            flags,
+            state.shape[3] ** -0.5 if scale is None else scale,
+            0.0 if lower_bound is None else lower_bound,
+            eps,
+        )
+    except (TypeError, ValueError):
+        check_arguments(operator, arguments, conv_bias, gate_activation, lower_bound, None, out, kda=kda, kernels=True)
+        raise
+    return out
+
+
+def compose_verify(
+    arguments: Arguments,
+    conv_bias: torch.Tensor | None,
+    gate_activation: GateActivation,
+    eps: float,
+    scale: float | None,
+    verify: Verify,
+    out: torch.Tensor | None,
+    *,
+    kda: bool,
+    lower_bound: float | None,
+) -> torch.Tensor:
+    """Verify of a layer as conv verify, recurrent verify and the norm in torch: two kernels and a few element-wise ones."""
+    x, gate, b, z, conv_weight, conv_state, A_log, dt_bias, norm_weight, state, read_ids, write_ids, positions = (
+        arguments
+    )
+    mixed = causal_conv1d_verify(
+        x, conv_weight, conv_state, read_ids, write_ids, positions, *verify, bias=conv_bias, backend="kernels"
+    )
+    _, heads, value_size, key_size = state.shape
+    q, k, v = split_heads(mixed, heads, value_size, key_size)
+    step = (q, k, v, gate, b, A_log, dt_bias, state, read_ids, write_ids, *verify)
+    if kda:
+        o = kda_verify(*step, lower_bound=lower_bound, scale=scale, backend="kernels")
+    else:
+        o = gdn_verify(*step, scale=scale, backend="kernels")
+    gates = z.unflatten(-1, (heads, value_size)).float()
+    y = gated_rms_norm(o.float(), gates, norm_weight.float(), gate_activation, eps).flatten(-2)
+    return y.to(z.dtype) if out is None else out.copy_(y)
