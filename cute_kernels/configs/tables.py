@@ -1,0 +1,211 @@
+"""Measured choices: shipped JSON tables that replace a heuristic's choice where a sweep found a better one.
+
+A look-up is a plain function of shapes. A heuristic makes its choice, then asks `tuned` whether a table knows better; what
+comes back is always legal. A table is used only where it was measured: same GPU, same compiler, same kernel sources
+(comments apart). Anything else, a corrupt file included, is ignored with one log line, and the heuristic stands. Nothing is
+ever tuned here. Every process reads the same files, so all ranks choose alike; and since kernels of one operator differ in
+speed alone, ranks that read different files would still agree in their results.
+
+File: {"format", "kernel", "environment": {"device", "cutlass_dsl", "source", …}, "entries": [{"match": {field: value},
+"range": {field: [low, high]}, "set": {field: value}}], "timings": […]}. An entry applies where every field of `match` equals
+the shape's and every field of `range` lies within its bounds, both inclusive.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import io
+import json
+import logging
+import os
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..compile.fingerprint import _imported_files
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+ENVIRONMENT = "COMPACT_STATE_TABLES"  # a folder of tables, or "off"
+SHIPPED = Path(__file__).resolve().parents[2] / "autotune" / "tables"
+KERNELS = Path(__file__).resolve().parents[1] / "kernels"
+
+Key = TypeVar("Key")
+
+
+class TableError(ValueError):
+    """A table file that cannot be used; the text says why."""
+
+
+@functools.cache
+def code_digest(kernel: str) -> str:
+    """Identity of what `kernels/<kernel>.py` and its imports compute: comments, docstrings and layout do not count."""
+    digest = hashlib.sha256()
+    for file in source_files(KERNELS / f"{kernel}.py"):
+        if file.parent.name in (
+            "kernels",
+            "device",
+        ):  # configs change with every table; a key's fields are in the table
+            digest.update(_code(file.read_text()).encode())
+    return digest.hexdigest()[:32]
+
+
+def _code(text: str) -> str:
+    """Source text without comments, docstrings and white space; the same under every Python version."""
+    kept: list[str] = []
+    fresh = True  # at the start of a statement, where a lone string is a docstring
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type in (tokenize.COMMENT, tokenize.NL):
+            continue
+        if token.type in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT):
+            fresh = True
+            continue
+        if not (fresh and token.type == tokenize.STRING):
+            kept.append(token.string)
+        fresh = False
+    # An f-string is one token or several by Python version, with its doubled braces or without.
+    return re.sub(r"\s", "", "".join(kept)).replace("{{", "{").replace("}}", "}")
+
+
+@functools.cache
+def compiler() -> str | None:
+    """Version of the DSL, or of its libraries where the compiler itself is not installed."""
+    for name in ("nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-cu13"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+@functools.cache
+def device_name() -> str | None:
+    """The GPU of this process, None without one."""
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
+def folder_of(device: str) -> str:
+    """Folder of a device's tables: "NVIDIA H200" is h200."""
+    return device.lower().replace("nvidia", "").strip().replace(" ", "_")
+
+
+def read(path: Path, kernel: str) -> dict[str, Any]:
+    """Load a table and check its form. Raises TableError."""
+    try:
+        table = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise TableError(f"unreadable: {error}") from error
+    if not isinstance(table, dict) or table.get("format") != FORMAT or table.get("kernel") != kernel:
+        raise TableError(f"not a table of {kernel} in format {FORMAT}")
+    environment, entries = table.get("environment"), table.get("entries")
+    if not isinstance(environment, dict) or not isinstance(entries, list):
+        raise TableError("lacks environment or entries")
+    for entry in entries:
+        parts = (entry.get("match"), entry.get("range"), entry.get("set")) if isinstance(entry, dict) else (None,)
+        if not all(isinstance(part, dict) for part in parts):
+            raise TableError(f"entry {entry!r}: lacks match, range or set")
+        bounds = entry["range"].values()
+        if not all(isinstance(b, list) and len(b) == 2 and all(isinstance(x, int) for x in b) for b in bounds):
+            raise TableError(f"entry {entry!r}: a range is a pair of integers")
+    return table
+
+
+def _usable(table: dict[str, Any], kernel: str, device: str | None) -> str | None:
+    """Why a well-formed table does not apply here, or None."""
+    environment = table["environment"]
+    facts = [("cutlass_dsl", compiler()), ("source", code_digest(kernel))]
+    for name, here in [("device", device), *facts] if device is not None else facts:
+        if environment.get(name) != here:
+            return f"measured with {name} {environment.get(name)!r}, here {here!r}"
+    return None
+
+
+@functools.cache
+def _entries(kernel: str, device: str | None) -> tuple[dict[str, Any], ...]:
+    """Entries of a kernel's table that apply to `device` (None: of every shipped device), or nothing."""
+    place = os.environ.get(ENVIRONMENT, "")
+    if place == "off":
+        return ()
+    if place:
+        paths = [Path(place) / f"{kernel}.json"]
+    elif device is not None:
+        paths = [SHIPPED / folder_of(device) / f"{kernel}.json"]
+    else:
+        paths = sorted(SHIPPED.glob(f"*/{kernel}.json"))
+    entries: list[dict[str, Any]] = []
+    for path in paths:
+        if not path.is_file():
+            continue
+        try:
+            table = read(path, kernel)
+            reason = _usable(table, kernel, device)
+        except TableError as error:
+            reason = str(error)
+        if reason is not None:
+            logger.warning("tuning table %s is ignored: %s", path, reason)
+            continue
+        entries += table["entries"]
+    return tuple(entries)
+
+
+def forget() -> None:
+    """Drop what was read, for tests and after a table is written."""
+    _entries.cache_clear()
+
+
+def _matches(entry: dict[str, Any], shape: dict[str, Any]) -> bool:
+    exact = all(shape.get(name) == value for name, value in entry["match"].items())
+    return exact and all(
+        isinstance(shape.get(name), int) and low <= shape[name] <= high for name, (low, high) in entry["range"].items()
+    )
+
+
+def _apply(default: Key, entry: dict[str, Any]) -> Key | None:
+    """The key an entry asks for, None if it is not legal."""
+    try:
+        key: Key = dataclasses.replace(default, **entry["set"])  # type: ignore[type-var]
+        reason = key.rejection() if hasattr(key, "rejection") else None
+    except (TypeError, ValueError) as error:
+        reason = str(error)
+    if reason is None:
+        return key
+    logger.warning("tuning entry %s is ignored: %s", entry["set"], reason)
+    return None
+
+
+def tuned(kernel: str, default: Key, **shape: Any) -> Key:
+    """`default`, or the key a table measured as faster for `shape`. Cheap enough to memoise with the heuristic.
+
+    Args:
+        kernel: kernel file and table name.
+        default: the heuristic's frozen key.
+        shape: what the table's entries match on, such as kind, state and heads.
+    """
+    for entry in _entries(kernel, device_name()):
+        if _matches(entry, shape):
+            return _apply(default, entry) or default
+    return default
+
+
+def shipped_keys(kernel: str, defaults: list[tuple[dict[str, Any], Key]]) -> set[Key]:
+    """Keys that any device's table can ask for, for the manifest: `defaults` are (exact fields of a shape, its key)."""
+    keys: set[Key] = set()
+    for entry in _entries(kernel, None):
+        for shape, default in defaults:
+            if all(shape.get(name) == value for name, value in entry["match"].items()):
+                key = _apply(default, entry)
+                keys |= {key} if key is not None else set()
+    return keys
+
+
+def names() -> Iterator[str]:
+    """Kernels with a shipped table."""
+    yield from sorted({path.stem for path in SHIPPED.glob("*/*.json")})
