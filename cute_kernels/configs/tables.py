@@ -46,13 +46,16 @@ class TableError(ValueError):
 @functools.cache
 def code_digest(kernel: str) -> str:
     """Identity of what `kernels/<kernel>.py` and its imports compute: comments, docstrings and layout do not count."""
+    pending, seen = [KERNELS / f"{kernel}.py"], set[Path]()
+    while pending:
+        file = pending.pop()
+        # Only device code: a config module changes with every heuristic, and what it decides stands in the key.
+        if file not in seen and file.parent.name in ("kernels", "device"):
+            seen.add(file)
+            pending += _imported_files(file)
     digest = hashlib.sha256()
-    for file in source_files(KERNELS / f"{kernel}.py"):
-        if file.parent.name in (
-            "kernels",
-            "device",
-        ):  # configs change with every table; a key's fields are in the table
-            digest.update(_code(file.read_text()).encode())
+    for file in sorted(seen):
+        digest.update(_code(file.read_text()).encode())
     return digest.hexdigest()[:32]
 
 
