@@ -48,10 +48,9 @@ def launch_verify(
     if n == 0:
         out.zero_()
         return
-    indexed = draft_log.rows is not None
     if key is None:
-        name = STATE_NAMES[state.dtype]
-        key = configs.choose_verify(kind, name, n * hv, indexed_log=indexed, round_tokens=round_every_token)
+        key = configs.choose_verify(kind, STATE_NAMES[state.dtype], n * hv, round_tokens=round_every_token)
+    rows = draft_log.rows
     recurrent_verify(key)(
         q,
         k,
@@ -68,9 +67,10 @@ def launch_verify(
         draft_log.u,
         draft_log.g,
         draft_log.half,
-        draft_log.rows,
+        draft_log.half if rows is None else rows,
         num_accepted,
         out,
+        int(rows is not None),
         int(qk_l2norm),
         q.shape[2] ** -0.5 if scale is None else scale,
         0.0 if lower_bound is None else lower_bound,
@@ -93,15 +93,11 @@ def launch_commit(
     key: configs.VerifyKey | None = None,
 ) -> None:
     """Fold the accepted drafts of each row into its write slot. A_log and dt_bias are KDA's; GDN passes None."""
-    n, hv = read_ids.shape[0], state.shape[1]
-    if n == 0:
+    if read_ids.shape[0] == 0:
         return
-    indexed = draft_log.rows is not None
     if key is None:
-        name = STATE_NAMES[state.dtype]
-        key = configs.choose_verify(
-            kind, name, n * hv, commit=True, indexed_log=indexed, round_tokens=round_every_token
-        )
+        key = configs.choose_commit(kind, STATE_NAMES[state.dtype], round_tokens=round_every_token)
+    rows = draft_log.rows
     if kind == "gdn":
         A_log = dt_bias = None
     recurrent_verify(key)(
@@ -120,9 +116,10 @@ def launch_commit(
         draft_log.u,
         draft_log.g,
         draft_log.half,
-        draft_log.rows,
+        draft_log.half if rows is None else rows,
         num_accepted,
         None,
+        int(rows is not None),
         int(qk_l2norm),
         1.0,
         0.0 if lower_bound is None else lower_bound,
@@ -156,10 +153,9 @@ def launch_recurrent_prefill(
         out.zero_()
         return
     if key is None:
-        name = STATE_NAMES[state.dtype]
-        key = configs.choose_prefill(kind, name, n * hv, checkpoints=checkpoints is not None)
+        key = configs.choose_prefill(kind, STATE_NAMES[state.dtype], n * hv)
     cu, ends, slots = (
-        (None, None, None) if checkpoints is None else (checkpoints.cu, checkpoints.ends, checkpoints.slots)
+        (cu_seqlens,) * 3 if checkpoints is None else (checkpoints.cu, checkpoints.ends, checkpoints.slots)
     )
     recurrent_prefill(key)(
         q,
@@ -177,6 +173,7 @@ def launch_recurrent_prefill(
         ends,
         slots,
         out,
+        int(checkpoints is not None),
         int(qk_l2norm),
         q.shape[2] ** -0.5 if scale is None else scale,
         0.0 if lower_bound is None else lower_bound,

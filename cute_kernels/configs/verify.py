@@ -32,8 +32,7 @@ class VerifyKey:
 
     rows: V rows a lane holds. warps: warps a block. landing: state comes by bulk copy into shared memory, else straight
     into registers. blocks: thread blocks an SM must hold at once, which caps registers. commit: replay and store only, no
-    new tokens. indexed_log: the log row of a batch row is looked up. round_tokens: round the state to the pool's dtype
-    after every token, replayed ones included.
+    new tokens. round_tokens: round the state to the pool's dtype after every token, replayed ones included.
     """
 
     kind: Kind
@@ -43,7 +42,6 @@ class VerifyKey:
     landing: bool = True
     blocks: int = 1
     commit: bool = False
-    indexed_log: bool = False
     round_tokens: bool = False
 
     def symbol(self) -> str:
@@ -52,7 +50,6 @@ class VerifyKey:
         flags = [
             ("", f"b{self.blocks}")[self.blocks > 1],
             ("_reg", "")[self.landing],
-            ("", "_rows")[self.indexed_log],
             ("", "_round")[self.round_tokens],
         ]
         return f"{name}_{self.kind}_{SHORT[self.state]}_r{self.rows}w{self.warps}{''.join(flags)}"
@@ -64,9 +61,9 @@ class VerifyKey:
 
     def shared_bytes(self) -> int:
         """Shared memory of a block: old and new k, new q, u and v, KDA's decays, scalars, and the landing buffer."""
-        kda, new = self.kind != "gdn", not self.commit
-        old_words = MAX_TOKENS * (HEAD_DIM * (2 if kda else 1) + self.tile + 1)
-        new_words = MAX_TOKENS * (HEAD_DIM * (3 if kda else 2) + self.tile // 2 + 3) if new else 0
+        kda = self.kind != "gdn"
+        old_words = MAX_TOKENS * (HEAD_DIM * (2 if kda else 1) + self.tile + (0 if kda else 4))
+        new_words = 0 if self.commit else MAX_TOKENS * (HEAD_DIM * (3 if kda else 2) + self.tile // 2 + 4)
         landing = self.tile * HEAD_DIM * (4 if self.state == "float32" else 2) if self.landing else 0
         return 4 * (old_words + new_words) + landing + 64
 
@@ -81,21 +78,16 @@ class VerifyKey:
 
 @dataclass(frozen=True)
 class RecurrentPrefillKey:
-    """Everything that changes the code of `kernels/recurrent_prefill.py`; fields as in `VerifyKey`.
-
-    checkpoints: states at given token counts are stored on the way.
-    """
+    """Everything that changes the code of `kernels/recurrent_prefill.py`; fields as in `VerifyKey`."""
 
     kind: Kind
     state: StateDtype
     rows: int
     warps: int
-    checkpoints: bool = False
 
     def symbol(self) -> str:
         """C identifier of the specialisation."""
-        flags = ("", "_ckpt")[self.checkpoints]
-        return f"recurrent_prefill_{self.kind}_{SHORT[self.state]}_r{self.rows}w{self.warps}{flags}"
+        return f"recurrent_prefill_{self.kind}_{SHORT[self.state]}_r{self.rows}w{self.warps}"
 
     @property
     def tile(self) -> int:
@@ -110,49 +102,42 @@ class RecurrentPrefillKey:
 # A tile of 64 rows with 4 rows a lane has the fewest instructions an element; below this many (row, head) pairs there are
 # too few blocks to fill 132 SMs with it, and tiles of 32 rows finish sooner.
 SMALL_BATCH_HEADS = 512
+# Token-by-token prefill is bound by the latency of a token when it has few heads and by issue slots above: 1 row a lane
+# halves the former and doubles the latter.
+SMALL_PREFILL_HEADS = 32
 
 
 @functools.lru_cache(maxsize=4096)
-def choose_verify(
-    kind: Kind,
-    state: StateDtype,
-    heads: int,
-    *,
-    commit: bool = False,
-    indexed_log: bool = False,
-    round_tokens: bool = False,
-) -> VerifyKey:
+def choose_verify(kind: Kind, state: StateDtype, heads: int, *, round_tokens: bool = False) -> VerifyKey:
     """The specialisation for `heads` = sequences x value heads. Legal for every shape."""
     rows = 2 if heads <= SMALL_BATCH_HEADS else 4
-    round_tokens = round_tokens and state != "float32"
-    return VerifyKey(kind, state, rows, 4, commit=commit, indexed_log=indexed_log, round_tokens=round_tokens)
+    return VerifyKey(kind, state, rows, 4, round_tokens=round_tokens and state != "float32")
+
+
+@functools.lru_cache(maxsize=64)
+def choose_commit(kind: Kind, state: StateDtype, *, round_tokens: bool = False) -> VerifyKey:
+    """The specialisation of a commit. Legal for every shape."""
+    return VerifyKey(kind, state, 4, 4, commit=True, round_tokens=round_tokens and state != "float32")
 
 
 @functools.lru_cache(maxsize=4096)
-def choose_prefill(kind: Kind, state: StateDtype, heads: int, *, checkpoints: bool = False) -> RecurrentPrefillKey:
+def choose_prefill(kind: Kind, state: StateDtype, heads: int) -> RecurrentPrefillKey:
     """The specialisation for `heads` = sequences x value heads. Legal for every shape."""
-    rows = 1 if heads <= 64 else 2 if heads <= SMALL_BATCH_HEADS else 4
-    return RecurrentPrefillKey(kind, state, rows, 4, checkpoints=checkpoints)
+    return RecurrentPrefillKey(kind, state, 1 if heads <= SMALL_PREFILL_HEADS else 4, 4)
 
 
 def shipped() -> list[Entry]:
-    """Entries of the manifest."""
-    verify = {
-        choose_verify(kind, state, heads, commit=commit, indexed_log=indexed_log, round_tokens=round_tokens)
-        for kind in KINDS
-        for state in STATE_DTYPES
-        for heads in (1, SMALL_BATCH_HEADS + 1)
-        for commit in (False, True)
-        for indexed_log in (False, True)
-        for round_tokens in (False, True)
-    }
-    prefill = {
-        choose_prefill(kind, state, heads, checkpoints=checkpoints)
-        for kind in KINDS
-        for state in STATE_DTYPES
-        for heads in (1, 65, SMALL_BATCH_HEADS + 1)
-        for checkpoints in (False, True)
-    }
+    """Entries of the manifest: everything the functions above can return."""
+    verify: set[VerifyKey] = set()
+    prefill: set[RecurrentPrefillKey] = set()
+    for kind in KINDS:
+        for state in STATE_DTYPES:
+            for round_tokens in (False, True):
+                verify.add(choose_commit(kind, state, round_tokens=round_tokens))
+                for heads in (1, SMALL_BATCH_HEADS + 1):
+                    verify.add(choose_verify(kind, state, heads, round_tokens=round_tokens))
+            for heads in (1, SMALL_PREFILL_HEADS + 1):
+                prefill.add(choose_prefill(kind, state, heads))
     budget = ResourceBudget(max_registers=168)
     return [
         *(Entry("recurrent_verify", key, budget) for key in sorted(verify, key=repr)),

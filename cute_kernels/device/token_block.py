@@ -1,8 +1,9 @@
 """Up to 8 tokens of one (sequence, value head), made ready for `token_step` in shared memory.
 
 128 threads load: 16 lanes a token for k, q, the block's rows of v and KDA's raw gate; 8 threads for beta and GDN's gate.
-`load` only issues loads, so that a caller may run other work before `put` does norms, k.q and gates. In shared memory a
-block is `floats` fp32 words: k, q, v (as bf16), decays, beta, k.q.
+`load` and `parameters` only issue loads, so that a caller gets all of its loads under way before `put` waits for the first
+of them to do norms, k.q and gates. In shared memory a token is a record of `record` fp32 words: k, q, KDA's
+decays, (beta, k.q, GDN's decay), v as bf16.
 """
 
 import cutlass
@@ -31,35 +32,17 @@ def put_decays(
     bounded: cutlass.Constexpr,
     dtype: cutlass.Constexpr,
     rRaw: cute.Tensor,
-    mALog: cute.Tensor,
-    mBias: cute.Tensor,
+    parameters: cute.Tensor,
     base: cute.Pointer,
     offset: Int32,
     lower_bound: Float32,
     lane16: Int32,
-    head: Int32,
 ):
-    """KDA's decays of a lane's 8 channels of a token into shared memory."""
-    rBias = load_vector(offset_ptr(mBias.iterator, head * HEAD_DIM + lane16 * NORM_VALUES, Float32, 16), NORM_VALUES)
+    """KDA's decays of a lane's 8 channels of a token into shared memory; `parameters` from `TokenBlock.parameters`."""
     rDecay = cute.make_rmem_tensor(cute.make_layout(NORM_VALUES), Float32)
     for i in cutlass.range_constexpr(NORM_VALUES):
-        rDecay[i] = decay_factor(bounded, Float32(rRaw[i]), rBias[i], mALog[head], lower_bound)
+        rDecay[i] = decay_factor(bounded, Float32(rRaw[i]), parameters[i], parameters[NORM_VALUES], lower_bound)
     put_channels(rDecay, base, offset, lane16, dtype)
-
-
-class RawTokens:
-    """A thread's share of a block as loaded: k, q, v, KDA's gate of its 16-lane group's token; beta and GDN's gate."""
-
-    def __init__(self, kda, width):
-        self.k = zero_vector(BFloat16, NORM_VALUES)
-        self.q = zero_vector(BFloat16, NORM_VALUES)
-        self.v = zero_vector(BFloat16, width)
-        self.gate = zero_vector(BFloat16, NORM_VALUES if kda else 1)
-        self.beta = zero_vector(BFloat16, 1)
-
-    @property
-    def parts(self):
-        return self.k, self.q, self.v, self.gate, self.beta
 
 
 class TokenBlock:
@@ -69,16 +52,34 @@ class TokenBlock:
         self.kda, self.bounded = kind != "gdn", kind == "kda_bounded"
         self.dtype, self.tile = dtype, tile
         self.width = tile // NORM_LANES  # values of v a lane moves
-        self.at_q = TOKENS * HEAD_DIM
-        self.at_v = 2 * self.at_q
-        self.at_decay = self.at_v + TOKENS * tile // 2
-        self.at_beta = self.at_decay + TOKENS * (HEAD_DIM if self.kda else 1)
-        self.at_kq = self.at_beta + TOKENS
-        self.floats = self.at_kq + TOKENS
+        self.at_q = HEAD_DIM
+        self.at_decay = 2 * HEAD_DIM
+        self.at_scalars = (3 if self.kda else 2) * HEAD_DIM  # beta, k.q, GDN's decay
+        self.at_v = self.at_scalars + 4
+        self.record = self.at_v + tile // 2
+        self.words = TOKENS * self.record
 
     def registers(self):
-        """Zeroed registers for `load`."""
-        return RawTokens(self.kda, self.width).parts
+        """Zeroed registers for `load`: k, q, v, the gate (KDA: of the lane's channels), beta."""
+        return (
+            zero_vector(BFloat16, NORM_VALUES),
+            zero_vector(BFloat16, NORM_VALUES),
+            zero_vector(BFloat16, self.width),
+            zero_vector(BFloat16, NORM_VALUES if self.kda else 1),
+            zero_vector(BFloat16, 1),
+        )
+
+    @cute.jit
+    def parameters(self, mALog: cute.Tensor, mBias: cute.Tensor, thread: Int32, head: Int32) -> cute.Tensor:
+        """Issue the loads of a thread's dt_bias (KDA: of its 8 channels) and, last, A_log."""
+        count = NORM_VALUES if const_expr(self.kda) else 1
+        rP = cute.make_rmem_tensor(cute.make_layout(count + 1), Float32)
+        first = head * HEAD_DIM + thread % NORM_LANES * NORM_VALUES if const_expr(self.kda) else head
+        rBias = load_vector(offset_ptr(mBias.iterator, first, Float32, 16 if const_expr(self.kda) else 4), count)
+        for i in cutlass.range_constexpr(count):
+            rP[i] = rBias[i]
+        rP[count] = mALog[head]
+        return rP
 
     @cute.jit
     def load(
@@ -120,15 +121,13 @@ class TokenBlock:
     def put(
         self,
         raw,
-        mALog: cute.Tensor,
-        mBias: cute.Tensor,
+        parameters: cute.Tensor,
         base: cute.Pointer,  # fp32, shared
         l2norm: Boolean,
         scale: Float32,
         lower_bound: Float32,
         thread: Int32,
         count: Int32,
-        head: Int32,
     ):
         """Norms, k.q and gates of a loaded block into shared memory at `base`. All lanes of the 4 warps take part."""
         raw_k, raw_q, raw_v, raw_gate, raw_beta = raw
@@ -136,27 +135,32 @@ class TokenBlock:
         rK = normalize(raw_k, scale, l2norm, False)
         rQ = normalize(raw_q, scale, l2norm, True)
         kq = dot_channels(rK, rQ)
-        put_channels(rK, base, token * HEAD_DIM, lane16, self.dtype)
-        put_channels(rQ, base, self.at_q + token * HEAD_DIM, lane16, self.dtype)
+        at = token * self.record
+        put_channels(rK, base, at, lane16, self.dtype)
+        put_channels(rQ, base, at + self.at_q, lane16, self.dtype)
         if lane16 == 0:
-            (base + self.at_kq + token).store(kq)
-        place = smem_ptr(base, self.at_v, BFloat16, 2) + token * self.tile + lane16 * self.width
+            (base + (at + self.at_scalars + 1)).store(kq)
+        place = smem_ptr(base, at + self.at_v, BFloat16, 16) + lane16 * self.width
         store_vector(raw_v, smem_ptr(place, 0, BFloat16, 2 * self.width), self.width)
         if const_expr(self.kda):
             if token < count:
-                offset = self.at_decay + token * HEAD_DIM
-                put_decays(self.bounded, self.dtype, raw_gate, mALog, mBias, base, offset, lower_bound, lane16, head)
+                put_decays(
+                    self.bounded, self.dtype, raw_gate, parameters, base, at + self.at_decay, lower_bound, lane16
+                )
         if thread < count:
-            (base + self.at_beta + thread).store(sigmoid(Float32(raw_beta[0])))
+            scalars = base + (thread * self.record + self.at_scalars)
+            scalars.store(sigmoid(Float32(raw_beta[0])))
             if const_expr(not self.kda):
-                decay = decay_factor(self.bounded, Float32(raw_gate[0]), mBias[head], mALog[head], lower_bound)
-                (base + self.at_decay + thread).store(decay)
+                (scalars + 2).store(
+                    decay_factor(self.bounded, Float32(raw_gate[0]), parameters[0], parameters[1], lower_bound)
+                )
 
     def take(self, base, t, l8, own):
         """Arguments of `token_step` for token `t`: k, q, decay, beta, v of the block's row `own`, k.q."""
-        rK = take_channels(base, t * HEAD_DIM, l8)
-        rQ = take_channels(base, self.at_q + t * HEAD_DIM, l8)
-        decay = take_channels(base, self.at_decay + t * HEAD_DIM, l8) if self.kda else (base + self.at_decay + t).load()
-        beta, kq = (base + self.at_beta + t).load(), (base + self.at_kq + t).load()
-        v_own = Float32((smem_ptr(base, self.at_v, BFloat16, 2) + t * self.tile + own).load())
-        return rK, rQ, decay, beta, v_own, kq
+        at = t * self.record
+        rK = take_channels(base, at, l8)
+        rQ = take_channels(base, at + self.at_q, l8)
+        scalars = load_vector(smem_ptr(base, at + self.at_scalars, Float32, 16), 4)
+        decay = take_channels(base, at + self.at_decay, l8) if self.kda else scalars[2]
+        v_own = Float32((smem_ptr(base, at + self.at_v, BFloat16, 16) + own).load())
+        return rK, rQ, decay, scalars[0], v_own, scalars[1]

@@ -14,7 +14,7 @@ nothing; outputs are still computed. Output rows beyond cu[N] become zeros.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float32, Int32, const_expr
+from cutlass import BFloat16, Boolean, Float32, Int32
 
 from ..compile.cache import cute_compile
 from ..compile.fake import fake_ids, fake_stream, fake_vector
@@ -62,10 +62,11 @@ class RecurrentPrefill:
         mReadIds: cute.Tensor,  # (N,) int32
         mWriteIds: cute.Tensor,  # (N,) int32
         mCu: cute.Tensor,  # (N + 1,) int32
-        mCheckpointCu: cute.Tensor | None,  # (N + 1,) int32
-        mEnds: cute.Tensor | None,  # (M,) int32
-        mSlots: cute.Tensor | None,  # (M,) int32
+        mCheckpointCu: cute.Tensor,  # (N + 1,) int32; any tensor without `checkpoints`, and so the next two
+        mEnds: cute.Tensor,  # (M,) int32
+        mSlots: cute.Tensor,  # (M,) int32
         mOut: cute.Tensor,  # (T, HV, V) bf16
+        checkpoints: Int32,  # 0: keep no states on the way
         l2norm: Int32,  # 0: q and k are normalised already
         scale: Float32,
         lower_bound: Float32,
@@ -76,7 +77,7 @@ class RecurrentPrefill:
         self.kernel.set_name_prefix(self.key.symbol(), remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(
             mQ, mK, mV, mGate, mBeta, mALog, mBias, mState, mReadIds, mWriteIds, mCu, mCheckpointCu, mEnds, mSlots, mOut,
-            l2norm, scale, lower_bound, n, Float32(hk) / Float32(hv),
+            checkpoints, l2norm, scale, lower_bound, n, Float32(hk) / Float32(hv),
         ).launch(
             grid=[hv * self.tiles, cutlass.min(n, Int32(GRID_Y)), (n + GRID_Y - 1) // GRID_Y],
             block=[self.threads, 1, 1],
@@ -99,10 +100,11 @@ class RecurrentPrefill:
         mReadIds: cute.Tensor,
         mWriteIds: cute.Tensor,
         mCu: cute.Tensor,
-        mCheckpointCu: cute.Tensor | None,
-        mEnds: cute.Tensor | None,
-        mSlots: cute.Tensor | None,
+        mCheckpointCu: cute.Tensor,
+        mEnds: cute.Tensor,
+        mSlots: cute.Tensor,
         mOut: cute.Tensor,
+        checkpoints: Int32,
         l2norm: Int32,
         scale: Float32,
         lower_bound: Float32,
@@ -118,8 +120,8 @@ class RecurrentPrefill:
             key_head = Int32((Float32(head) + Float32(0.5)) * heads_ratio)
             self.sequence(
                 mQ, mK, mV, mGate, mBeta, mALog, mBias, mState, Int32(mReadIds[seq]), Int32(mWriteIds[seq]), mCheckpointCu,
-                mEnds, mSlots, mOut, l2norm != 0, scale, lower_bound, tidx, seq, head, key_head, column, Int32(mCu[seq]),
-                cutlass.max(Int32(mCu[seq + 1]) - Int32(mCu[seq]), 0),
+                mEnds, mSlots, mOut, checkpoints, l2norm != 0, scale, lower_bound, tidx, seq, head, key_head, column,
+                Int32(mCu[seq]), cutlass.max(Int32(mCu[seq + 1]) - Int32(mCu[seq]), 0),
             )  # fmt: skip
             if seq == n - 1:
                 vectors = self.tile // 8
@@ -141,10 +143,11 @@ class RecurrentPrefill:
         mState: cute.Tensor,
         read: Int32,
         write: Int32,
-        mCheckpointCu: cute.Tensor | None,
-        mEnds: cute.Tensor | None,
-        mSlots: cute.Tensor | None,
+        mCheckpointCu: cute.Tensor,
+        mEnds: cute.Tensor,
+        mSlots: cute.Tensor,
         mOut: cute.Tensor,
+        checkpoints: Int32,
         l2norm: Boolean,
         scale: Float32,
         lower_bound: Float32,
@@ -157,7 +160,7 @@ class RecurrentPrefill:
         length: Int32,
     ):
         smem = cutlass.utils.SmemAllocator()
-        sTokens = smem.allocate_tensor(Float32, cute.make_layout(2 * self.block.floats), 16)
+        sTokens = smem.allocate_tensor(Float32, cute.make_layout(2 * self.block.words), 16)
         lane = tidx % 32
         l8 = lane_in_row(lane)
         tile_row = tidx // 8 * self.rows  # the lane's first row within the tile
@@ -165,10 +168,11 @@ class RecurrentPrefill:
         inner = (head * HEAD_DIM + column + tile_row) * HEAD_DIM + l8 * vector_width(self.dtype)
         num_slots = cute.size(mState, mode=[0])
         stored = load_rows_if(slot_is_valid(read, num_slots), slot_ptr(mState, read, inner), self.rows, self.dtype)
+        parameters = self.block.parameters(mALog, mBias, tidx, head)
         raw = self.block.registers()
         self.block.load(raw, mQ, mK, mV, mGate, mBeta, tidx, start, length, key_head, head, column)
         entry, last_entry, next_end = Int32(0), Int32(0), Int32(NEVER)
-        if const_expr(self.key.checkpoints):
+        if checkpoints != 0:
             entry, last_entry = Int32(mCheckpointCu[seq]), Int32(mCheckpointCu[seq + 1])
             if entry < last_entry:
                 next_end = Int32(mEnds[entry])
@@ -182,8 +186,8 @@ class RecurrentPrefill:
         done = Int32(0)
         while done < length:
             count = cutlass.min(length - done, TOKENS)
-            base = sTokens.iterator + (done // TOKENS) % 2 * self.block.floats
-            self.block.put(raw, mALog, mBias, base, l2norm, scale, lower_bound, tidx, count, head)
+            base = sTokens.iterator + (done // TOKENS) % 2 * self.block.words
+            self.block.put(raw, parameters, base, l2norm, scale, lower_bound, tidx, count)
             cute.arch.sync_threads()
             ahead = done + TOKENS
             self.block.load(raw, mQ, mK, mV, mGate, mBeta, tidx, start + ahead, length - ahead, key_head, head, column)
@@ -194,15 +198,14 @@ class RecurrentPrefill:
                     rO = cute.make_rmem_tensor(cute.make_layout(1), BFloat16)
                     rO[0] = BFloat16(o)
                     store_vector(rO, row_ptr(mOut, start + done + t, head * HEAD_DIM + column + own, 2), 1)
-                if const_expr(self.key.checkpoints):
-                    while next_end == done + t + 1:
-                        slot = Int32(mSlots[entry])
-                        if slot_is_valid(slot, num_slots):
-                            store_rows(rS, slot_ptr(mState, slot, inner), self.rows, self.dtype)
-                        entry += 1
-                        next_end = Int32(NEVER)
-                        if entry < last_entry:
-                            next_end = Int32(mEnds[entry])
+                while next_end == done + t + 1:
+                    slot = Int32(mSlots[entry])
+                    if slot_is_valid(slot, num_slots):
+                        store_rows(rS, slot_ptr(mState, slot, inner), self.rows, self.dtype)
+                    entry += 1
+                    next_end = Int32(NEVER)
+                    if entry < last_entry:
+                        next_end = Int32(mEnds[entry])
             done = ahead
         if slot_is_valid(write, num_slots):
             store_rows(rS, slot_ptr(mState, write, inner), self.rows, self.dtype)
@@ -211,7 +214,7 @@ class RecurrentPrefill:
 def build(key: RecurrentPrefillKey):
     """Compile one specialisation for sm_90a from fake tensors."""
     kernel = RecurrentPrefill(key)
-    tokens, n, hk, hv, entries = (cute.sym_int() for _ in range(5))
+    tokens, n, hk, hv = (cute.sym_int() for _ in range(4))
     if kernel.kda:
         gate = fake_heads(BFloat16, tokens, hv, HEAD_DIM)
     else:
@@ -229,10 +232,11 @@ def build(key: RecurrentPrefillKey):
         fake_ids(n, Int32),
         fake_ids(n, Int32),
         fake_vector(Int32),
-        fake_vector(Int32) if key.checkpoints else None,
-        fake_ids(entries, Int32) if key.checkpoints else None,
-        fake_ids(entries, Int32) if key.checkpoints else None,
+        fake_vector(Int32),
+        fake_vector(Int32),
+        fake_vector(Int32),
         fake_heads(BFloat16, tokens, hv, HEAD_DIM),
+        Int32(0),
         Int32(1),
         Float32(1.0),
         Float32(-1.0),

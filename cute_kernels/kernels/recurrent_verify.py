@@ -8,8 +8,8 @@ A block owns `tile` rows of V of one (sequence n, value head h); grid (HV * 128 
 written once whatever the number of drafts.
 1  every thread reads ids, counts and the log's half; the state tile is on its way at once, by one bulk copy into shared
    memory or by 16-byte loads into registers;
-2  all other loads are issued before any arithmetic: 16 lanes a token for k (logged and new) and q, the same lanes for the
-   tile's u and v, KDA's raw gates; then norms, k.q and gates go to shared memory; one block barrier;
+2  all other loads are issued before any arithmetic: 16 lanes a token for k (logged and new), q, the tile's u and v, KDA's
+   raw gates; then norms, k.q and gates go to shared memory; one block barrier;
 3  replay, store and the new tokens run on registers: 8 lanes a V row, `rows` rows a lane, one reduction a token.
 Races: rows of V are disjoint between blocks, so in place needs no order. Logged k and gates are read by several blocks, so
 new ones go to the other half of the log; raw k is written by the first value head of a key head, GDN's decay and KDA's raw
@@ -21,7 +21,7 @@ zeros and touches no slot and no log. A row whose log row is out of range replay
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float32, Int32, Int64, const_expr
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
 
@@ -69,6 +69,9 @@ class RecurrentVerify:
         self.threads = 32 * self.warps
         self.width = self.tile // NORM_LANES  # u and v values of a token a prologue lane moves
         self.block = TokenBlock(key.kind, self.dtype, self.tile)
+        # A logged token in shared memory: k, KDA's decays, the tile's u, GDN's decay.
+        self.at_u = (2 if self.kda else 1) * HEAD_DIM
+        self.old_record = self.at_u + self.tile + (0 if self.kda else 4)
         self.tile_bytes = self.tile * HEAD_DIM * self.dtype.width // 8
 
     @cute.jit
@@ -89,9 +92,10 @@ class RecurrentVerify:
         mLogU: cute.Tensor,  # (B, 2, Tmax, HV, V) fp32
         mLogGate: cute.Tensor,  # GDN (B, 2, Tmax, HV) fp32 decay; KDA (B, 2, Tmax, HV, K) bf16 raw gate
         mHalf: cute.Tensor,  # (B,) int32, half to read
-        mRows: cute.Tensor | None,  # (N,) int32 log rows; None: batch row n has log row n
+        mRows: cute.Tensor,  # (any,) int32, log rows of the batch rows if `indexed`
         mAccepted: cute.Tensor,  # (N,) int32
         mOut: cute.Tensor | None,  # (T, HV, V) bf16
+        indexed: Int32,  # 0: batch row n has log row n
         l2norm: Int32,  # 0: q and k are normalised already
         scale: Float32,
         lower_bound: Float32,
@@ -103,7 +107,7 @@ class RecurrentVerify:
         self.kernel.set_name_prefix(self.key.symbol(), remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(
             mQ, mK, mV, mGate, mBeta, mALog, mBias, mState, mReadIds, mWriteIds, mCu, mLogK, mLogU, mLogGate, mHalf, mRows,
-            mAccepted, mOut, l2norm, scale, lower_bound, n, Float32(hk) / Float32(hv),
+            mAccepted, mOut, indexed, l2norm, scale, lower_bound, n, Float32(hk) / Float32(hv),
         ).launch(
             grid=grid,
             block=[self.threads, 1, 1],
@@ -130,9 +134,10 @@ class RecurrentVerify:
         mLogU: cute.Tensor,
         mLogGate: cute.Tensor,
         mHalf: cute.Tensor,
-        mRows: cute.Tensor | None,
+        mRows: cute.Tensor,
         mAccepted: cute.Tensor,
         mOut: cute.Tensor | None,
+        indexed: Int32,
         l2norm: Int32,
         scale: Float32,
         lower_bound: Float32,
@@ -147,18 +152,20 @@ class RecurrentVerify:
             num_slots, log_rows = cute.size(mState, mode=[0]), cute.size(mHalf, mode=[0])
             max_tokens = cutlass.min(cute.size(mLogK, mode=[2]), MAX_TOKENS)
             read, write, accepted = Int32(mReadIds[seq]), Int32(mWriteIds[seq]), Int32(mAccepted[seq])
-            log_row = seq if const_expr(mRows is None) else Int32(mRows[seq])
+            log_row = seq
+            if indexed != 0:
+                log_row = Int32(mRows[seq])
             start, length = Int32(0), Int32(0)
             if const_expr(not self.commit):
                 start = Int32(mCu[seq])
                 length = cutlass.max(cutlass.min(Int32(mCu[seq + 1]) - start, max_tokens), 0)
-            counted = (accepted >= 0) & (accepted <= max_tokens)
+            counted = accepted.to(Uint32) <= max_tokens.to(Uint32)
             reads = counted & slot_is_valid(read, num_slots)
             writes = counted & slot_is_valid(write, num_slots)
             logged = (reads | writes) & slot_is_valid(log_row, log_rows)
             replayed = accepted if logged else Int32(0)
             half = Int32(0)
-            if logged:
+            if slot_is_valid(log_row, log_rows):  # without waiting for the ids
                 half = Int32(mHalf[log_row]) & 1
             # First token of the half that is read and of the half that is written, in tokens of the whole log.
             log_in = (Int64(log_row) * 2 + half) * cute.size(mLogK, mode=[2])
@@ -224,13 +231,10 @@ class RecurrentVerify:
         sLanding = None
         if const_expr(self.key.landing):
             sLanding = smem.allocate_tensor(self.dtype, cute.make_layout(self.tile * HEAD_DIM), 128)
-        vectors = MAX_TOKENS * HEAD_DIM
-        sOldK = smem.allocate_tensor(Float32, cute.make_layout(vectors), 16)
-        sOldDecay = smem.allocate_tensor(Float32, cute.make_layout(vectors if self.kda else MAX_TOKENS), 16)
-        sU = smem.allocate_tensor(Float32, cute.make_layout(MAX_TOKENS * self.tile), 16)
+        sOld = smem.allocate_tensor(Float32, cute.make_layout(MAX_TOKENS * self.old_record), 16)
         sNew = None
         if const_expr(not self.commit):
-            sNew = smem.allocate_tensor(Float32, cute.make_layout(self.block.floats), 16)
+            sNew = smem.allocate_tensor(Float32, cute.make_layout(self.block.words), 16)
         bar = smem.allocate_array(Int64, 1)
 
         lane = tidx % 32
@@ -255,15 +259,23 @@ class RecurrentVerify:
             stored = load_rows_if(reads, slot_ptr(mState, read, inner), self.rows, self.dtype)
 
         column = tile * self.tile
-        self.prepare_old(
-            mALog, mBias, mLogK, mLogU, mLogGate, sOldK, sOldDecay, sU, l2norm, lower_bound, tidx, head, column, key_head, log_in,
-            replayed,
-        )  # fmt: skip
+        # Threads that have no share of the logged (new) tokens get numbers whose token no count reaches.
+        thread_new = (tidx + self.threads - 128) % self.threads
+        old = self.old_registers()
+        self.load_old(old, mLogK, mLogU, mLogGate, tidx, head, column, key_head, log_in, replayed)
+        new, parameters = None, None
+        if const_expr(not self.commit or self.kda):
+            parameters = self.block.parameters(mALog, mBias, tidx, head)
         if const_expr(not self.commit):
-            self.prepare_new(
-                mQ, mK, mV, mGate, mBeta, mALog, mBias, mLogK, mLogGate, sNew, l2norm, scale, lower_bound, tidx, head, column,
-                key_head, logged, logs_key, log_out, start, length,
-            )  # fmt: skip
+            new = self.block.registers()
+            self.block.load(new, mQ, mK, mV, mGate, mBeta, thread_new, start, length, key_head, head, column)
+        if const_expr(self.warps == 4) or tidx < 128:
+            self.put_old(old, parameters, sOld.iterator, l2norm, lower_bound, tidx, replayed)
+        if const_expr(not self.commit):
+            if const_expr(self.warps == 4) or tidx >= 128:
+                self.block.put(new, parameters, sNew.iterator, l2norm, scale, lower_bound, thread_new, length)
+            if logged:
+                self.log_new(new, sNew, mLogK, mLogGate, thread_new, head, column, key_head, logs_key, log_out, length)
         cute.arch.sync_threads()
 
         rS = cute.make_rmem_tensor(tile_layout(self.rows), Float32)
@@ -280,9 +292,13 @@ class RecurrentVerify:
             rS = widen_rows(stored, self.rows, self.dtype)
 
         for t in cutlass.range(replayed, unroll=1):
-            rK = take_channels(sOldK.iterator, t * HEAD_DIM, l8)
-            decay = take_channels(sOldDecay.iterator, t * HEAD_DIM, l8) if const_expr(self.kda) else sOldDecay[t]
-            rU = load_vector(smem_ptr(sU.iterator, t * self.tile + tile_row, Float32, 4 * self.rows), self.rows)
+            at = t * self.old_record
+            rK = take_channels(sOld.iterator, at, l8)
+            if const_expr(self.kda):
+                decay = take_channels(sOld.iterator, at + HEAD_DIM, l8)
+            else:
+                decay = sOld[at + self.at_u + self.tile]
+            rU = load_vector(smem_ptr(sOld.iterator, at + self.at_u + tile_row, Float32, 4 * self.rows), self.rows)
             replay_step(rS, rK, rU, decay, self.rows)
             if const_expr(self.key.round_tokens):
                 round_rows(rS, self.rows, self.dtype)
@@ -294,33 +310,29 @@ class RecurrentVerify:
             own = tile_row + owned_row(lane, self.rows)
             place = head * HEAD_DIM + column + own
             hv = cute.size(mLogU, mode=[3])
+            stores_o, stores_u = holds_output(lane, self.rows), logged & holds_u(lane, self.rows)
             for t in cutlass.range(length, unroll=1):
                 rK, rQ, decay, beta, v_own, kq = self.block.take(sNew.iterator, t, l8, own)
                 o, u = token_step(rS, rK, rQ, decay, beta, v_own, kq, lane, self.rows)
                 if const_expr(self.key.round_tokens):
                     round_rows(rS, self.rows, self.dtype)
-                if holds_output(lane, self.rows):
-                    rO = cute.make_rmem_tensor(cute.make_layout(1), BFloat16)
-                    rO[0] = BFloat16(o)
-                    store_vector(rO, row_ptr(mOut, start + t, place, 2), 1)
-                if logged & holds_u(lane, self.rows):
-                    rU = cute.make_rmem_tensor(cute.make_layout(1), Float32)
-                    rU[0] = u
-                    store_vector(rU, offset_ptr(mLogU.iterator, (log_out + t) * (hv * HEAD_DIM) + place, Float32, 4), 1)
+                if stores_o:
+                    row_ptr(mOut, start + t, place, 2).store(BFloat16(o))
+                if stores_u:
+                    offset_ptr(mLogU.iterator, (log_out + t) * (hv * HEAD_DIM) + place, Float32, 4).store(u)
+
+    def old_registers(self):
+        """Zeroed registers for `load_old`: k, u, KDA's raw gate or GDN's decay."""
+        gate = zero_vector(BFloat16, NORM_VALUES) if self.kda else zero_vector(Float32, 1)
+        return zero_vector(BFloat16, NORM_VALUES), zero_vector(Float32, self.width), gate
 
     @cute.jit
-    def prepare_old(
+    def load_old(
         self,
-        mALog: cute.Tensor | None,
-        mBias: cute.Tensor | None,
+        old,
         mLogK: cute.Tensor,
         mLogU: cute.Tensor,
         mLogGate: cute.Tensor,
-        sOldK: cute.Tensor,
-        sOldDecay: cute.Tensor,
-        sU: cute.Tensor,
-        l2norm: Boolean,
-        lower_bound: Float32,
         tidx: Int32,
         head: Int32,
         column: Int32,
@@ -328,87 +340,82 @@ class RecurrentVerify:
         log_in: Int64,
         replayed: Int32,
     ):
-        """Logged tokens: normalised k, decays and the tile's u into shared memory. Threads 0..127, 16 lanes a token."""
-        token, lane16 = tidx // NORM_LANES, tidx % NORM_LANES
+        """Issue the loads of the logged tokens that are replayed: threads 0..127, 16 lanes a token."""
+        rK, rU, rGate = old
         hk, hv = cute.size(mLogK, mode=[3]), cute.size(mLogU, mode=[3])
-        if const_expr(self.warps == 4) or tidx < 128:
-            raw_k = zero_vector(BFloat16, NORM_VALUES)
-            raw_u = zero_vector(Float32, self.width)
-            raw_gate = zero_vector(BFloat16, NORM_VALUES)
-            if token < replayed:
-                at = log_in + token
-                inner = key_head * HEAD_DIM + lane16 * NORM_VALUES
-                source = offset_ptr(mLogK.iterator, at * (hk * HEAD_DIM) + inner, BFloat16, 16)
-                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(NORM_VALUES)), raw_k)
-                inner = head * HEAD_DIM + column + lane16 * self.width
-                source = offset_ptr(mLogU.iterator, at * (hv * HEAD_DIM) + inner, Float32, min(16, 4 * self.width))
-                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(self.width)), raw_u)
-                if const_expr(self.kda):
-                    inner = head * HEAD_DIM + lane16 * NORM_VALUES
-                    source = offset_ptr(mLogGate.iterator, at * (hv * HEAD_DIM) + inner, BFloat16, 16)
-                    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(NORM_VALUES)), raw_gate)
-            rK = normalize(raw_k, Float32(1.0), l2norm, False)
-            put_channels(rK, sOldK.iterator, token * HEAD_DIM, lane16, self.dtype)
-            place = token * self.tile + lane16 * self.width
-            store_vector(raw_u, smem_ptr(sU.iterator, place, Float32, min(16, 4 * self.width)), self.width)
+        token, lane16 = tidx // NORM_LANES, tidx % NORM_LANES
+        vector = cute.make_layout(NORM_VALUES)
+        if token < replayed:
+            at = (log_in + token) * (hk * HEAD_DIM) + key_head * HEAD_DIM + lane16 * NORM_VALUES
+            cute.autovec_copy(cute.make_tensor(offset_ptr(mLogK.iterator, at, BFloat16, 16), vector), rK)
+            at = (log_in + token) * (hv * HEAD_DIM) + head * HEAD_DIM + column + lane16 * self.width
+            source = offset_ptr(mLogU.iterator, at, Float32, min(16, 4 * self.width))
+            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(self.width)), rU)
             if const_expr(self.kda):
-                if token < replayed:
-                    put_decays(
-                        self.bounded, self.dtype, raw_gate, mALog, mBias, sOldDecay.iterator, token * HEAD_DIM, lower_bound,
-                        lane16, head,
-                    )  # fmt: skip
+                at = (log_in + token) * (hv * HEAD_DIM) + head * HEAD_DIM + lane16 * NORM_VALUES
+                cute.autovec_copy(cute.make_tensor(offset_ptr(mLogGate.iterator, at, BFloat16, 16), vector), rGate)
         if const_expr(not self.kda):
-            if tidx >= 32 and tidx < 32 + replayed:
-                at = (log_in + (tidx - 32)) * hv + head
-                sOldDecay[tidx - 32] = load_vector(offset_ptr(mLogGate.iterator, at, Float32, 4), 1)[0]
+            if tidx < replayed:
+                source = offset_ptr(mLogGate.iterator, (log_in + tidx) * hv + head, Float32, 4)
+                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(1)), rGate)
 
     @cute.jit
-    def prepare_new(
+    def put_old(
         self,
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        mV: cute.Tensor,
-        mGate: cute.Tensor,
-        mBeta: cute.Tensor,
-        mALog: cute.Tensor,
-        mBias: cute.Tensor,
-        mLogK: cute.Tensor,
-        mLogGate: cute.Tensor,
-        sNew: cute.Tensor,
+        old,
+        parameters: cute.Tensor | None,
+        base: cute.Pointer,  # fp32, shared
         l2norm: Boolean,
-        scale: Float32,
         lower_bound: Float32,
         tidx: Int32,
+        replayed: Int32,
+    ):
+        """Logged tokens into shared memory: normalised k, decays and the tile's u."""
+        raw_k, raw_u, raw_gate = old
+        token, lane16 = tidx // NORM_LANES, tidx % NORM_LANES
+        rK = normalize(raw_k, Float32(1.0), l2norm, False)
+        at = token * self.old_record
+        put_channels(rK, base, at, lane16, self.dtype)
+        place = smem_ptr(base, at + self.at_u, Float32, 16) + lane16 * self.width
+        store_vector(raw_u, smem_ptr(place, 0, Float32, min(16, 4 * self.width)), self.width)
+        if const_expr(self.kda):
+            if token < replayed:
+                put_decays(self.bounded, self.dtype, raw_gate, parameters, base, at + HEAD_DIM, lower_bound, lane16)
+        else:
+            if tidx < replayed:
+                (base + (tidx * self.old_record + self.at_u + self.tile)).store(raw_gate[0])
+
+    @cute.jit
+    def log_new(
+        self,
+        new,
+        sNew: cute.Tensor,
+        mLogK: cute.Tensor,
+        mLogGate: cute.Tensor,
+        thread: Int32,
         head: Int32,
         column: Int32,
         key_head: Int32,
-        logged: Boolean,
         logs_key: Boolean,
         log_out: Int64,
-        start: Int32,
         length: Int32,
     ):
-        """New tokens into shared memory by the last 128 threads; raw k and gates to the log."""
+        """Raw k and gates of the new tokens to the log, each by one block."""
+        raw_k, raw_gate = new[0], new[3]
         hk, hv = cute.size(mLogK, mode=[3]), cute.size(mLogGate, mode=[3])
-        thread = tidx - (self.threads - 128)
-        if const_expr(self.warps == 4) or thread >= 0:
-            raw = self.block.registers()
-            self.block.load(raw, mQ, mK, mV, mGate, mBeta, thread, start, length, key_head, head, column)
-            self.block.put(raw, mALog, mBias, sNew.iterator, l2norm, scale, lower_bound, thread, length, head)
-            raw_k, raw_gate = raw[0], raw[3]
-            token, lane16 = thread // NORM_LANES, thread % NORM_LANES
-            if logged and token < length:
-                if logs_key:
-                    at = (log_out + token) * (hk * HEAD_DIM) + key_head * HEAD_DIM + lane16 * NORM_VALUES
-                    store_vector(raw_k, offset_ptr(mLogK.iterator, at, BFloat16, 16), NORM_VALUES)
-                if const_expr(self.kda):
-                    if column == 0:
-                        at = (log_out + token) * (hv * HEAD_DIM) + head * HEAD_DIM + lane16 * NORM_VALUES
-                        store_vector(raw_gate, offset_ptr(mLogGate.iterator, at, BFloat16, 16), NORM_VALUES)
-            if const_expr(not self.kda):
-                if logged and column == 0 and thread < length:
-                    decay = load_vector(sNew.iterator + self.block.at_decay + thread, 1)
-                    store_vector(decay, offset_ptr(mLogGate.iterator, (log_out + thread) * hv + head, Float32, 4), 1)
+        token, lane16 = thread // NORM_LANES, thread % NORM_LANES
+        if token < length:
+            if logs_key:
+                at = (log_out + token) * (hk * HEAD_DIM) + key_head * HEAD_DIM + lane16 * NORM_VALUES
+                store_vector(raw_k, offset_ptr(mLogK.iterator, at, BFloat16, 16), NORM_VALUES)
+            if const_expr(self.kda):
+                if column == 0:
+                    at = (log_out + token) * (hv * HEAD_DIM) + head * HEAD_DIM + lane16 * NORM_VALUES
+                    store_vector(raw_gate, offset_ptr(mLogGate.iterator, at, BFloat16, 16), NORM_VALUES)
+        if const_expr(not self.kda):
+            if column == 0 and thread < length:  # the thread that put the decay there
+                decay = load_vector(sNew.iterator + (thread * self.block.record + self.block.at_scalars + 2), 1)
+                store_vector(decay, offset_ptr(mLogGate.iterator, (log_out + thread) * hv + head, Float32, 4), 1)
 
 
 def fake_heads(dtype, rows, count, *inner, divisibility=8, align=16):
@@ -451,9 +458,10 @@ def build(key: VerifyKey):
         log(Float32, hv, HEAD_DIM),
         log(BFloat16, hv, HEAD_DIM) if kernel.kda else log(Float32, hv),
         fake_ids(log_rows, Int32),
-        fake_ids(n, Int32) if key.indexed_log else None,
+        fake_vector(Int32),
         fake_ids(n, Int32),
         fake_heads(BFloat16, tokens, hv, HEAD_DIM) if new else None,
+        Int32(0),
         Int32(1),
         Float32(1.0),
         Float32(-1.0),
