@@ -12,6 +12,7 @@ import xxhash
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[1]
 TARGET = "sm_90a"
+NOT_TRACED = ("cache.py", "manifest.py")  # imported by kernel files, but no part of the code they trace
 
 
 def _imported_files(path: Path) -> list[Path]:
@@ -37,7 +38,7 @@ def source_fingerprint(path: Path) -> str:
     pending, seen = [path.resolve()], {}
     while pending:
         file = pending.pop()
-        if file in seen or not file.is_relative_to(PACKAGE_ROOT):
+        if file in seen or not file.is_relative_to(PACKAGE_ROOT) or file.name in NOT_TRACED:
             continue
         seen[file] = file.read_bytes()
         pending += _imported_files(file)
