@@ -107,7 +107,9 @@ def check_arguments(
         raise InvalidArgumentError("conv_state", f"{conv_state.shape[0]} slots", f"{slots}, those of state")
     if conv_bias is not None:
         check_tensor("conv_bias", conv_bias, (channels,), FLOAT_DTYPES, device)
-    sequences = read_ids.shape[0] if isinstance(read_ids, torch.Tensor) and read_ids.dim() == 1 else rows
+    sequences = rows
+    if verify is not None and isinstance(read_ids, torch.Tensor) and read_ids.dim() == 1:
+        sequences = read_ids.shape[0]
     for name, ids in (("read_ids", read_ids), ("write_ids", write_ids), ("positions", positions)):
         check_ids(name, ids, sequences, device)
     if verify is not None:
@@ -115,8 +117,6 @@ def check_arguments(
         check_log(verify[1], verify[2], sequences, hk, hv, kda=kda, kernels=kernels)
         if verify[1].x is None or verify[1].x.shape[-1] != channels:
             raise InvalidArgumentError("draft_log", "no log of these conv inputs", f"one with {channels} channels")
-    elif sequences != rows:
-        raise InvalidArgumentError("read_ids", f"{sequences} ids", f"{rows} ids, one for each row of x")
     check_lower_bound(lower_bound)
     check_choice("gate_activation", gate_activation, ("silu", "sigmoid"))
     inputs = (("x", x), (gate_name, gate), ("b", b), ("z", z), ("conv_weight", conv_weight))

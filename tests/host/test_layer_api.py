@@ -1,0 +1,136 @@
+"""Layer steps on a CPU: named errors before anything changes, and the references behind backend="auto"."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from compact_state.cute_kernels import DraftLog, gdn_layer_decode, kda_layer_decode, reference
+from compact_state.cute_kernels.configs import layer as configs
+from compact_state.cute_kernels.errors import BackendUnavailableError, InvalidArgumentError
+from compact_state.cute_kernels.layer_launch import check_arguments
+from compact_state.cute_kernels.reference.datasets import cu_seqlens, ids
+
+N, HK, HV, K, V, W, S = 3, 2, 4, 8, 16, 4, 5
+C = 2 * HK * K + HV * V
+LAYER = {"gdn": gdn_layer_decode, "kda": kda_layer_decode}
+
+
+def arguments(kind, tokens=N):
+    rng = torch.Generator().manual_seed(3)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=rng)
+
+    gate = (HV,) if kind == "gdn" else (HV, K)
+    return {
+        "x": normal(tokens, C), "a" if kind == "gdn" else "g": normal(tokens, *gate), "b": normal(tokens, HV),
+        "z": normal(tokens, HV * V), "conv_weight": normal(C, W), "conv_state": normal(S, W, C), "A_log": normal(HV),
+        "dt_bias": normal(*gate), "norm_weight": normal(V), "state": normal(S, HV, V, K), "read_ids": ids(0, 1, -1),
+        "write_ids": ids(0, 2, -1), "positions": ids(4, 9, 0),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["gdn", "kda"])
+def test_auto_runs_the_reference_here(kind):
+    ours, theirs = arguments(kind), arguments(kind)
+    oracle = reference.gdn_layer_decode if kind == "gdn" else reference.kda_layer_decode
+    out = torch.empty(N, HV * V)
+    assert LAYER[kind](**ours, eps=0.1, conv_bias=torch.ones(C), gate_activation="sigmoid", out=out) is out
+    expected = oracle(**theirs, eps=0.1, conv_bias=torch.ones(C), gate_activation="sigmoid")
+    assert torch.equal(out, expected)
+    assert torch.equal(ours["state"], theirs["state"])
+    assert torch.equal(ours["conv_state"], theirs["conv_state"])
+    assert not out[2].any()
+
+
+@pytest.mark.parametrize("kind", ["gdn", "kda"])
+def test_verify_takes_all_three_of_its_arguments(kind):
+    verify = {
+        "cu_seqlens": cu_seqlens([2, 1, 1]),
+        "draft_log": DraftLog.allocate(kind, N, HK, HV, C, head_dim_k=K, head_dim_v=V, dtype=torch.float32),
+        "num_accepted": ids(0, 0, 0),
+    }
+    assert LAYER[kind](**arguments(kind, 4), **verify).shape == (4, HV * V)
+    for name in verify:
+        given = {key: value for key, value in verify.items() if key != name}
+        with pytest.raises(InvalidArgumentError, match="all three"):
+            LAYER[kind](**arguments(kind, 4), **given)
+    unlogged = DraftLog.allocate(kind, N, HK, HV, None, head_dim_k=K, head_dim_v=V, dtype=torch.float32)
+    with pytest.raises(InvalidArgumentError, match="draft_log"):
+        LAYER[kind](**arguments(kind, 4), **{**verify, "draft_log": unlogged})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("x", torch.zeros(N, C + 1)),
+        ("x", torch.zeros(N, HV * V)),
+        ("b", torch.zeros(N + 1, HV)),
+        ("z", torch.zeros(N, HV * V + V)),
+        ("conv_weight", torch.zeros(C, W, 1)),
+        ("conv_state", torch.zeros(S + 1, W, C)),
+        ("conv_state", torch.zeros(S, W - 1, C)),
+        ("conv_state", torch.zeros(S, W, C, dtype=torch.bfloat16)),
+        ("A_log", torch.zeros(HV + 1)),
+        ("dt_bias", torch.zeros(3)),
+        ("norm_weight", torch.zeros(HV * V)),
+        ("state", torch.zeros(S, HV, V)),
+        ("read_ids", ids(0, 1)),
+        ("write_ids", torch.zeros(N, dtype=torch.int64)),
+        ("positions", ids(0, 0, 0, 0, 0, 0)[::2]),
+        ("conv_bias", torch.zeros(C - 1)),
+        ("gate_activation", "relu"),
+        ("out", torch.zeros(N, HV * V, dtype=torch.bfloat16)),
+    ],
+)
+@pytest.mark.parametrize("kind", ["gdn", "kda"])
+def test_bad_arguments_are_named_and_change_nothing(kind, name, value):
+    given = arguments(kind)
+    before = given["state"].clone(), given["conv_state"].clone()
+    with pytest.raises(InvalidArgumentError) as caught:
+        LAYER[kind](**{**given, name: value})
+    assert caught.value.argument in (name, "q, v")
+    assert torch.equal(given["state"], before[0])
+    assert torch.equal(given["conv_state"], before[1])
+
+
+def test_gates_and_bounds_are_named():
+    with pytest.raises(InvalidArgumentError, match=r"^a: "):
+        gdn_layer_decode(**{**arguments("gdn"), "a": torch.zeros(N, HV, K)})
+    with pytest.raises(InvalidArgumentError, match=r"^g: "):
+        kda_layer_decode(**{**arguments("kda"), "g": torch.zeros(N, HV)})
+    with pytest.raises(InvalidArgumentError, match="lower_bound"):
+        kda_layer_decode(**arguments("kda"), lower_bound=1.0)
+
+
+@pytest.mark.parametrize("kind", ["gdn", "kda"])
+def test_kernels_without_their_device_are_refused(kind):
+    with pytest.raises(BackendUnavailableError):
+        LAYER[kind](**arguments(kind), backend="kernels")
+
+
+def test_what_only_the_references_serve_is_refused_by_name():
+    given = arguments("gdn")
+    with pytest.raises(NotImplementedError, match="head sizes K=8, V=16"):
+        check_arguments(
+            "gdn_layer_decode", tuple(given.values()), None, "silu", None, None, None, kda=False, kernels=True
+        )
+
+
+def test_every_choice_is_legal_and_ships():
+    shipped = {entry.key for entry in configs.shipped()}
+    assert len(shipped) == 12
+    for kind in configs.KINDS:
+        for state in configs.STATE_DTYPES:
+            for weight in configs.WEIGHT_DTYPES:
+                key = configs.choose(kind, state, weight)
+                assert key in shipped
+                assert key.rejection() is None
+                assert key in configs.candidates(kind, state, weight)
+                assert key.shared_bytes() <= 76 * 1024
+
+
+@pytest.mark.parametrize(("rows", "warps"), [(3, 8), (2, 2), (4, 16), (2, 6)])
+def test_illegal_tiles_say_why(rows, warps):
+    assert configs.LayerDecodeKey("gdn", "float32", "bfloat16", rows, warps).rejection()

@@ -1,0 +1,361 @@
+"""The fused layer step on the GPU: against the float64 layer, and bit for bit against the single operators."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from compact_state.cute_kernels import (
+    DraftLog,
+    causal_conv1d_decode,
+    gdn_decode,
+    gdn_layer_decode,
+    kda_decode,
+    kda_layer_decode,
+    reference,
+)
+from compact_state.cute_kernels.errors import InvalidArgumentError, UnsupportedConfigError
+from compact_state.cute_kernels.reference.datasets import cu_seqlens, ids, make_pool
+from compact_state.cute_kernels.reference.layer import gated_rms_norm, split_heads
+from compact_state.cute_kernels.reference.metrics import assert_close, tolerance
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = (torch.float32, torch.bfloat16)
+KINDS = (("gdn", None), ("kda", None), ("kda", -5.0))
+# Every geometry of the benchmark matrix as (kind, bound, HK, HV), and head counts around it.
+GEOMETRIES = (
+    *(("kda", -5.0, h, h) for h in (16, 8, 64, 12)),
+    *(("kda", None, h, h) for h in (32, 8, 1, 3)),
+    *(("gdn", None, hk, hv) for hk, hv in ((16, 32), (4, 8), (4, 16), (2, 8), (16, 48), (4, 12), (16, 16), (1, 1), (1, 6))),
+)  # fmt: skip
+LAYER = {"gdn": gdn_layer_decode, "kda": kda_layer_decode}
+ORACLE = {"gdn": reference.gdn_layer_decode, "kda": reference.kda_layer_decode}
+SINGLE = {"gdn": gdn_decode, "kda": kda_decode}
+
+
+@dataclass(frozen=True)
+class Step:
+    """Inputs of a layer step; x, z, gate and b are views of one packed row."""
+
+    kind: str
+    bound: float | None
+    x: torch.Tensor
+    gate: torch.Tensor
+    b: torch.Tensor
+    z: torch.Tensor
+    weight: torch.Tensor
+    A_log: torch.Tensor
+    dt_bias: torch.Tensor
+    norm_weight: torch.Tensor
+    options: dict
+
+    def rows(self, index) -> Step:
+        return replace(self, x=self.x[index], gate=self.gate[index], b=self.b[index], z=self.z[index])
+
+    def run(self, operator, windows, state, read, write, positions, **extra):
+        return operator(
+            self.x, self.gate, self.b, self.z, self.weight, windows, self.A_log, self.dt_bias, self.norm_weight, state, read,
+            write, positions, **self.options, **extra,
+        )  # fmt: skip
+
+    def kernel(self, *arguments, **extra):
+        return self.run(LAYER[self.kind], *arguments, backend="kernels", **extra)
+
+
+def make_step(kind, bound, n, hk, hv, *, weight=torch.bfloat16, norm=torch.float32, bias=False, seed=0, **options):
+    rng = torch.Generator().manual_seed(seed)
+    channels, gate_width = (2 * hk + hv) * 128, hv * (128 if kind == "kda" else 1)
+    width = channels + hv * 128 + gate_width + hv
+    row = torch.randn(n, width + (-width) % 8 + 8, generator=rng).bfloat16().cuda()
+    x, z, gate, b, _ = row.split([channels, hv * 128, gate_width, hv, row.shape[1] - width], dim=1)
+    if kind == "kda":
+        gate = gate.unflatten(1, (hv, 128))
+        options["lower_bound"] = bound
+    if bias:
+        options["conv_bias"] = torch.randn(channels, generator=rng).to("cuda", weight)
+    taps = (torch.randn(channels, 4, generator=rng) / 2).to("cuda", weight)
+    a_log = (torch.rand(hv, generator=rng) * math.log(4.0)).cuda()
+    dt_bias = (torch.randn(gate_width, generator=rng) - 2.0).cuda()
+    norm_weight = (1.0 + 0.2 * torch.randn(128, generator=rng)).to("cuda", norm)
+    return Step(kind, bound, x, gate, b, z, taps, a_log, dt_bias, norm_weight, options)
+
+
+def make_pools(slots, step, dtype, used=None, seed=1):
+    """NaN-filled windows and states on the GPU whose `used` slots (default all) hold values."""
+    rng = torch.Generator().manual_seed(seed)
+    hv, channels = step.b.shape[1], step.x.shape[1]
+    windows = make_pool(slots, (4, channels), torch.bfloat16, device="cuda")
+    state = make_pool(slots, (hv, 128, 128), dtype, device="cuda")
+    for slot in range(slots) if used is None else used:
+        windows[slot] = torch.randn(4, channels, generator=rng).bfloat16().cuda()
+        state[slot] = torch.randn(hv, 128, 128, generator=rng).to("cuda", dtype)
+    return windows, state
+
+
+def bits(tensor):
+    return tensor.contiguous().view(torch.uint8)
+
+
+def live_columns(window, position):
+    """The columns of the last three tokens of a window that holds `position` tokens."""
+    return torch.stack([window[(position - age) % 4] for age in (1, 2, 3)])
+
+
+def check(step, dtype, read=None, write=None, positions=None, slots=None, **extra):
+    """Run on poisoned pools, compare with float64, demand that all but the write slots keep their bits."""
+    n = step.x.shape[0]
+    slots = slots or 2 * n
+    order = torch.randperm(slots, generator=torch.Generator().manual_seed(n)).tolist()
+    read = ids(*order[:n], device="cuda") if read is None else read
+    write = ids(*order[n : 2 * n], device="cuda") if write is None else write
+    positions = ids(*((5 * i + 3) % 23 for i in range(n)), device="cuda") if positions is None else positions
+    valid = sorted({i for i in read.tolist() if 0 <= i < slots})
+    windows, state = make_pools(slots, step, dtype, used=valid)
+    before, expected_windows, expected_state = (windows.clone(), state.clone()), windows.clone(), state.double()
+    out = torch.full(step.z.shape, math.nan, dtype=torch.bfloat16, device="cuda")
+    step.kernel(windows, state, read, write, positions, out=out, **extra)
+    expected = step.run(
+        ORACLE[step.kind], expected_windows, expected_state, read, write, positions,
+        out=torch.empty(step.z.shape, dtype=torch.float64, device="cuda"), compute_dtype=torch.float64,
+    )  # fmt: skip
+    assert_close(out, expected, tolerance("decode", "randn", "output", dtype), "out")
+    written = [(row, slot) for row, slot in enumerate(write.tolist()) if 0 <= slot < slots]
+    for row, slot in written:
+        assert_close(state[slot], expected_state[slot], tolerance("decode", "randn", "state", dtype), f"state {slot}")
+        position = int(positions[row]) + 1
+        assert torch.equal(live_columns(windows[slot], position), live_columns(expected_windows[slot], position)), slot
+        if int(read[row]) == slot:
+            untouched = [column for column in range(4) if column != (position - 1) % 4]
+            assert torch.equal(bits(windows[slot, untouched]), bits(before[0][slot, untouched]))
+    others = [slot for slot in range(slots) if slot not in {slot for _, slot in written}]
+    assert torch.equal(bits(windows[others]), bits(before[0][others]))
+    assert torch.equal(bits(state[others]), bits(before[1][others]))
+    return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("kind", "bound", "hk", "hv"), GEOMETRIES)
+def test_geometries(kind, bound, dtype, hk, hv):
+    check(make_step(kind, bound, 3, hk, hv), dtype)
+
+
+@pytest.mark.parametrize("weight", DTYPES, ids=str)
+@pytest.mark.parametrize(("kind", "bound"), KINDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_weights_biases_activations_and_eps(kind, bound, dtype, weight):
+    for norm, bias, activation, eps in (
+        (torch.float32, True, "sigmoid", 1e-5),
+        (torch.bfloat16, False, "silu", 1e-6),
+        (torch.bfloat16, True, "silu", 0.5),
+    ):
+        step = make_step(
+            kind, bound, 2, 2, 2, weight=weight, norm=norm, bias=bias, gate_activation=activation, eps=eps, scale=0.3
+        )
+        check(step, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("kind", "bound"), KINDS)
+def test_A3_A10_ids_out_of_range(kind, bound, dtype):
+    read = ids(0, -1, 4, 6, 1_000_000, -1, 3, device="cuda")
+    write = ids(0, -1, 5, 7, -1, 2, -(2**31), device="cuda")
+    out = check(make_step(kind, bound, 7, 4, 4), dtype, read, write, slots=6)
+    assert [bool(row.any()) for row in out] == [True, False, True, False, False, True, True]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_A1_padded_rows_leave_every_slot_alone(dtype):
+    same = ids(1, 2, -1, -1, device="cuda")
+    check(make_step("gdn", None, 4, 2, 4), dtype, same, same, slots=5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_in_place_duplicate_readers_and_copy_on_write(dtype):
+    step = make_step("gdn", None, 3, 2, 4)
+    same = ids(3, 1, 0, device="cuda")
+    check(step, dtype, same, same, slots=5)
+    check(step, dtype, ids(2, 2, 2, device="cuda"), ids(0, 1, 4, device="cuda"), slots=5)
+
+
+@pytest.mark.parametrize("position", [0, 1, 2, 3, 4, 7, 262_143, 2**30 + 1])
+def test_windows_at_positions(position):
+    """The window of a fresh sequence is not read: with no read slot the inputs before the first token are zero."""
+    step = make_step("gdn", None, 2, 1, 2)
+    positions = ids(position, position, device="cuda")
+    check(step, torch.float32, ids(0, -1, device="cuda"), ids(0, 1, device="cuda"), positions, slots=3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("weight", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("kind", "bound", "hk", "hv"), [("gdn", None, 4, 12), ("kda", None, 4, 4), ("kda", -5.0, 4, 4)]
+)
+def test_states_and_windows_equal_the_single_operators(kind, bound, dtype, weight, hk, hv):
+    """Bitwise over ten steps in place, with and without a conv bias; the output up to the rounding of o before the norm."""
+    for bias in (False, True):
+        n, single = 40, SINGLE[kind]
+        step = make_step(kind, bound, n, hk, hv, weight=weight, bias=bias)
+        windows, state = make_pools(n, step, dtype)
+        apart = windows.clone(), state.clone()
+        slots = torch.randperm(n, device="cuda").to(torch.int32)
+        positions = torch.arange(n, dtype=torch.int32, device="cuda")
+        gate_options = {} if kind == "gdn" else {"lower_bound": bound}
+        for t in range(10):
+            step = replace(
+                make_step(kind, bound, n, hk, hv, weight=weight, seed=t), weight=step.weight, options=step.options
+            )
+            out = step.kernel(windows, state, slots, slots, positions)
+            mixed = causal_conv1d_decode(
+                step.x,
+                step.weight,
+                apart[0],
+                slots,
+                slots,
+                positions,
+                bias=step.options.get("conv_bias"),
+                backend="kernels",
+            )
+            q, k, v = split_heads(mixed, hv, 128, 128)
+            o = single(
+                q, k, v, step.gate, step.b, step.A_log, step.dt_bias, apart[1], slots, slots, **gate_options,
+                backend="kernels",
+            )  # fmt: skip
+            assert torch.equal(bits(windows), bits(apart[0])), t
+            assert torch.equal(bits(state), bits(apart[1])), t
+            z = step.z.unflatten(1, (hv, 128)).double()
+            activation, eps = ("silu", 1e-6) if kind == "gdn" else ("sigmoid", 1e-5)
+            expected = gated_rms_norm(o.double(), z, step.norm_weight.double(), activation, eps)
+            assert_close(out, expected.flatten(1), 0.004, "out")
+            positions += 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("kind", "bound"), KINDS)
+def test_rows_do_not_depend_on_the_batch_or_the_slot(kind, bound, dtype):
+    n = 70
+    step = make_step(kind, bound, n, 8, 8)
+    windows, state = make_pools(2 * n, step, dtype, used=range(n))
+    every = torch.arange(n, dtype=torch.int32, device="cuda")
+    positions = every * 3
+    out = step.kernel(windows, state, every, every + n, positions)
+    for rows in (slice(7, 8), slice(30, 33)):
+        chosen = every[rows].long()
+        moved = torch.flip(every[rows], (0,)).contiguous()
+        small_windows, small_state = windows[:n].clone(), state[:n].clone()
+        small_windows[moved.long()], small_state[moved.long()] = windows[chosen], state[chosen]
+        part = step.rows(rows)
+        single = part.kernel(small_windows, small_state, moved, moved, positions[rows].contiguous())
+        assert torch.equal(bits(single), bits(out[rows]))
+        assert torch.equal(bits(small_state[moved.long()]), bits(state[chosen + n]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_D4_a_hundred_equal_repeats_in_place(dtype):
+    """More blocks than fit at once, three value heads to a window: a race over the ring would show as a difference."""
+    n = 64
+    step = make_step("gdn", None, n, 4, 12)
+    windows, state = make_pools(n, step, dtype)
+    slots = torch.arange(n, dtype=torch.int32, device="cuda")
+    positions = slots * 5
+    first = None
+    for _ in range(100):
+        now = windows.clone(), state.clone()
+        out = step.kernel(*now, slots, slots, positions)
+        first = first or (out, *now)
+        assert all(torch.equal(bits(x), bits(y)) for x, y in zip((out, *now), first))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_settled_layers_in_a_graph_equal_eager_steps(dtype):
+    """Three layers a step, each behind another layer's kernel, captured once and replayed with growing positions."""
+    n, layers, steps = 9, 3, 8
+    problems = [make_step("gdn", None, n, 4, 8, seed=layer) for layer in range(layers)]
+    pools = [make_pools(2 * n, p, dtype, seed=layer) for layer, p in enumerate(problems)]
+    copies = [tuple(x.clone() for x in pair) for pair in pools]
+    slots = torch.randperm(2 * n, device="cuda")[:n].to(torch.int32)
+    positions = torch.arange(n, dtype=torch.int32, device="cuda")
+    outs = [torch.empty(p.z.shape, dtype=p.z.dtype, device="cuda") for p in problems]
+
+    def run(pair, layer, settled, at, out=None):
+        return problems[layer].kernel(*pair[layer], slots, slots, at, settled=settled, out=out)
+
+    for layer in range(layers):
+        run([tuple(x.clone() for x in pair) for pair in pools], layer, True, positions, outs[layer])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for layer in range(layers):
+            run(pools, layer, layer > 0, positions, outs[layer])
+    eager = positions.clone()
+    for _ in range(steps):
+        graph.replay()
+        positions += 1
+        expected = [run(copies, layer, False, eager) for layer in range(layers)]
+        eager += 1
+        assert all(torch.equal(bits(x), bits(y)) for x, y in zip(outs, expected))
+    for pair, copy in zip(pools, copies):
+        assert all(torch.equal(bits(x), bits(y)) for x, y in zip(pair, copy))
+
+
+def test_more_rows_than_a_grid_dimension():
+    n = 65_600
+    step = make_step("gdn", None, n, 1, 1)
+    read = torch.full((n,), -1, dtype=torch.int32, device="cuda")
+    read[torch.tensor([0, 65_534, 65_535, n - 1])] = ids(0, 1, 2, 3, device="cuda")
+    windows, state = make_pools(4, step, torch.bfloat16)
+    out = torch.full(step.z.shape, math.nan, dtype=torch.bfloat16, device="cuda")
+    step.kernel(windows, state, read, read, torch.zeros_like(read), out=out)
+    assert out.any(1).nonzero().flatten().tolist() == [0, 65_534, 65_535, n - 1]
+    assert bool(out.isfinite().all())
+
+
+def test_no_rows():
+    step = make_step("gdn", None, 0, 1, 2)
+    windows, state = make_pools(2, step, torch.float32)
+    none = torch.empty(0, dtype=torch.int32, device="cuda")
+    assert step.kernel(windows, state, none, none, none).shape == (0, 256)
+
+
+@pytest.mark.parametrize(("kind", "bound"), KINDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_verify_against_the_reference(kind, bound, dtype):
+    hk = hv = 4
+    step = make_step(kind, bound, 8, hk, hv)
+    channels = step.x.shape[1]
+    read, write, positions = ids(0, 1, -1, device="cuda"), ids(0, 3, -1, device="cuda"), ids(5, 2, 0, device="cuda")
+    accepted = ids(0, 2, 1, device="cuda")
+    cu = cu_seqlens([3, 4, 1], device="cuda")
+    windows, state = make_pools(4, step, dtype, used=(0, 1))
+    log = DraftLog.allocate(kind, 3, hk, hv, channels, "cuda")
+    for tensor in (log.k, log.u, log.g, log.x):
+        tensor.normal_(std=0.1)
+    if kind == "gdn":
+        log.g.abs_().clamp_(max=1.0)
+    apart = DraftLog(*(t.clone() for t in (log.k, log.u, log.g, log.x, log.half)))
+    pools = windows.clone(), state.clone()
+    out = step.kernel(windows, state, read, write, positions, cu_seqlens=cu, draft_log=log, num_accepted=accepted)
+    expected = step.run(
+        ORACLE[kind], *pools, read, write, positions, cu_seqlens=cu, draft_log=apart, num_accepted=accepted
+    )  # fmt: skip
+    assert_close(out, expected, 0.006, "out")
+    assert not out[7].any()
+    for slot in (0, 3):
+        assert_close(state[slot], pools[1][slot], tolerance("verify", "randn", "state", dtype), f"state {slot}")
+
+
+def test_what_the_kernels_do_not_serve_is_named():
+    step = make_step("gdn", None, 2, 1, 2)
+    windows, state = make_pools(2, step, torch.float32)
+    row = ids(0, 1, device="cuda")
+    with pytest.raises(UnsupportedConfigError, match="conv width 3"):
+        replace(step, weight=step.weight[:, :3].contiguous()).kernel(windows[:, :3], state, row, row, row)
+    with pytest.raises(UnsupportedConfigError, match=r"x is torch\.float32"):
+        replace(step, x=step.x.float()).kernel(windows.float(), state, row, row, row)
+    with pytest.raises(InvalidArgumentError, match="z"):
+        replace(step, z=step.z[:, :128]).kernel(windows, state, row, row, row)
+    with pytest.raises(InvalidArgumentError, match="conv_state"):
+        step.kernel(windows[:1], state, row, row, row)
