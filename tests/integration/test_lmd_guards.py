@@ -1,0 +1,195 @@
+"""Every mode that the compact pool does not serve fails at start with the setting, its value and what to do."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from compact_state.integration import envs
+from compact_state.integration.lmdeploy import guards
+
+pytestmark = pytest.mark.lmdeploy
+pytest.importorskip("lmdeploy", reason="lmdeploy is not installed")
+
+import lmd_flow  # noqa: E402  turns the adapter on in this process
+from lmdeploy import PytorchEngineConfig  # noqa: E402
+from lmdeploy.messages import KVTransferConfig  # noqa: E402
+from lmdeploy.pytorch.disagg.config import EngineRole  # noqa: E402
+
+STORE = "MooncakeStoreConnector"
+
+
+def store(**extra: Any) -> KVTransferConfig:
+    return KVTransferConfig(kv_connector=STORE, kv_role="kv_both", kv_connector_extra_config=extra)
+
+
+def config(**settings: Any) -> PytorchEngineConfig:
+    return PytorchEngineConfig(**{"num_gpu_blocks": 64, **settings})
+
+
+REFUSED = [
+    ({"role": EngineRole.Prefill}, "role='Prefill'", "one engine"),
+    ({"role": EngineRole.Decode}, "role='Decode'", "one engine"),
+    ({"hf_overrides": {"memory_model_path": "/m"}}, "memory_model_path", "leave MemDecode out"),
+    ({"distributed_executor_backend": "mp"}, "distributed_executor_backend='mp'", "'ray'"),
+    ({"num_gpu_blocks": 0}, "num_gpu_blocks=0", "at least 16"),
+    (
+        {"kv_transfer_config": KVTransferConfig(kv_connector="OtherConnector", kv_role="kv_both")},
+        "kv_connector='OtherConnector'",
+        STORE,
+    ),
+    ({"kv_transfer_config": store(), "num_cpu_blocks": 8}, "num_cpu_blocks=8", "num_cpu_blocks=0"),
+    ({"kv_transfer_config": store()}, "compact_model_identity", "non-empty string"),
+    ({"kv_transfer_config": store(compact_model_identity="")}, "compact_model_identity", "non-empty string"),
+    ({"kv_transfer_config": store(compact_model_identity="m@1")}, "kv_connector", "leave the connector out"),
+    ({"adapters": {"a": "/a"}}, "adapters=['a']", "without LoRA"),
+    ({"prefix_cache_decode_state_interval": 64}, "prefix_cache_decode_state_interval=64", "set it to 0"),
+    ({"enable_microbatch": True}, "enable_microbatch=True", "set it to False"),
+    ({"dllm_block_length": 4}, "dllm_block_length=4", "leave it out"),
+    ({"device_type": "ascend"}, "device_type='ascend'", "NVIDIA GPU"),
+    ({"block_size": 1024}, f"{envs.SAVE_ALIGNMENT}=512", "multiple of 1024"),
+]
+
+
+@pytest.mark.parametrize(("settings", "says", "remedy"), REFUSED, ids=[says for _, says, _ in REFUSED])
+def test_a_setting_is_refused_in_words(settings: dict[str, Any], says: str, remedy: str) -> None:
+    with pytest.raises(guards.UnsupportedSettingError) as refusal:
+        guards.check_engine(config(**settings))
+    assert says in str(refusal.value)
+    assert remedy in str(refusal.value)
+    assert f"{envs.ENABLE}=0" in str(refusal.value)
+
+
+def test_what_is_served_passes() -> None:
+    guards.check_engine(config())
+    guards.check_engine(config(enable_prefix_caching=True, prefix_cache_state_budget=8, enable_mp_engine=True))
+    guards.check_engine(config(tp=2, distributed_executor_backend="ray", piecewise_cudagraph_max_tokens=512))
+    guards.check_engine(config(num_cpu_blocks=8))  # host paging of KV alone is lmdeploy's business
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("LMDEPLOY_EXECUTOR_BACKEND", "mp", "LMDEPLOY_EXECUTOR_BACKEND='mp'"),
+        ("LMDEPLOY_ENABLE_DECODE_TORCH_COMPILE", "1", "LMDEPLOY_ENABLE_DECODE_TORCH_COMPILE"),
+        (envs.SAVE_ALIGNMENT, "100", "multiple of 64"),
+        (envs.SAVE_ALIGNMENT, "-64", "non-negative"),
+        (envs.SAVE_ALIGNMENT, "many", "non-negative"),
+        (envs.BACKEND, "triton", "auto, kernels, reference"),
+    ],
+)
+def test_a_variable_is_refused_in_words(name: str, value: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=says):
+        guards.check_engine(config())
+
+
+def model(model_type: str, gated: bool = True) -> Any:
+    return SimpleNamespace(hf_config=SimpleNamespace(model_type=model_type), is_gated_delta=gated)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "deepseek_v4", "intern_s2_preview", "llama"])
+def test_another_model_is_refused(model_type: str) -> None:
+    with pytest.raises(guards.UnsupportedSettingError, match=f"model_type='{model_type}'.*qwen3_5, qwen3_5_moe"):
+        guards.check_model(model(model_type, model_type != "llama"))
+
+
+def test_qwen35_dense_and_moe_are_served() -> None:
+    guards.check_model(model("qwen3_5"))
+    guards.check_model(model("qwen3_5_moe"))
+
+
+@pytest.mark.parametrize("method", ["eagle3", "dflash", "hy3_mtp", "deepseek_mtp"])
+def test_another_draft_method_is_refused(method: str) -> None:
+    with pytest.raises(guards.UnsupportedSettingError, match=method):
+        guards.check_spec(method)
+
+
+def test_a_draft_of_two_layers_is_refused() -> None:
+    with pytest.raises(guards.UnsupportedSettingError, match="mtp_num_hidden_layers=2.*one layer"):
+        guards.check_spec("qwen3_5_mtp", 2)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
+def test_a_gpu_without_kernels_is_refused_unless_the_references_are_asked_for(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(guards.UnsupportedSettingError, match=f"{capability[0]}.{capability[1]}.*9.0"):
+        guards.check_gpu(capability)
+    monkeypatch.setenv(envs.BACKEND, "reference")
+    guards.check_gpu(capability)
+    guards.check_gpu((9, 0))
+
+
+def test_the_engine_is_refused_before_anything_is_loaded() -> None:
+    from lmdeploy.pytorch.engine import engine
+
+    with (
+        mock.patch.object(engine.ConfigBuilder, "update_engine_config", side_effect=AssertionError("too late")),
+        pytest.raises(guards.UnsupportedSettingError, match="num_gpu_blocks=0"),
+    ):
+        engine.Engine("nowhere", PytorchEngineConfig())
+
+
+def test_the_resolved_executor_and_the_model_are_checked_before_workers_exist() -> None:
+    from lmdeploy.pytorch.engine import executor
+
+    arguments: dict[str, Any] = {
+        "model_path": "nowhere",
+        "cache_config": SimpleNamespace(block_size=64, quant_policy=0),
+        "backend_config": None,
+        "dist_config": SimpleNamespace(dp=1, world_size=2),
+        "misc_config": SimpleNamespace(hf_overrides=None, model_format=None, memdecode_config=None, empty_init=False),
+    }
+    workers = mock.patch("lmdeploy.pytorch.engine.executor.uni_executor.UniExecutor", side_effect=AssertionError)
+    with workers, mock.patch.object(executor.ModelConfig, "from_pretrained", return_value=model("qwen3_next")):
+        with pytest.raises(guards.UnsupportedSettingError, match="qwen3_next"):
+            executor.build_executor(**arguments)
+        with pytest.raises(guards.UnsupportedSettingError, match="'mp'"):
+            executor.build_executor(**arguments, distributed_executor_backend="mp")
+    fitting = model("qwen3_5")
+    fitting.mla_index_topk = None
+    with (
+        workers,
+        mock.patch.object(executor.ModelConfig, "from_pretrained", return_value=fitting),
+        mock.patch.object(executor.envs, "executor_backend", "mp"),
+        pytest.raises(guards.UnsupportedSettingError, match="'mp'"),
+    ):
+        executor.build_executor(**arguments)
+
+
+def test_the_pool_is_sized_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    from lmdeploy.pytorch.engine.executor.base import ExecutorBase, logger
+
+    from compact_state.integration.lmdeploy.cache import layout_of
+
+    cache_config = SimpleNamespace(
+        max_batches=64, prefix_cache_state_budget=16, num_state_caches=None, states_shapes=lmd_flow.SHAPES
+    )
+    executor = SimpleNamespace(cache_config=cache_config, model_config=SimpleNamespace(state_cache_specs=None))
+    slot = layout_of(lmd_flow.SHAPES).slot_bytes
+    with mock.patch.object(logger, "info") as info:
+        first = ExecutorBase._get_state_cache_mem(executor)
+        again = ExecutorBase._get_state_cache_mem(executor)  # ray asks once more at wake-up
+    assert first == again == 82 * slot
+    assert cache_config.num_state_caches == 82
+    text = info.call_args.args[0] % info.call_args.args[1:]
+    assert text == f"Enable unified compact state: 82 slots of {slot} bytes, {82 * slot} bytes per rank"
+
+
+def test_a_failed_update_forgets_all_the_same() -> None:
+    from lmdeploy.pytorch.engine.engine import Engine
+
+    flow = lmd_flow.Flow()
+    flow.end(flow.serve(list(range(3, 43)) * 8, 1))
+    assert flow.checkpoints
+    engine = mock.Mock(spec=["scheduler", "_run_weights_update", "executor"])
+    engine.scheduler = flow.scheduler
+    engine._run_weights_update = mock.AsyncMock(side_effect=RuntimeError("half the weights"))
+    with pytest.raises(RuntimeError, match="half"):
+        asyncio.run(Engine.update_weights_from_distributed(engine, None))
+    assert flow.checkpoints == []
