@@ -1,10 +1,10 @@
-"""Launch prefill: rows of few tokens go token by token, the others in chunks; both read lengths on the device."""
+"""Launch prefill: GDN in chunks, KDA token by token."""
 
 from __future__ import annotations
 
 import torch
 
-from . import verify_launch
+from . import gdn_launch, verify_launch
 from .checkpoints import Checkpoints
 from .configs.recurrent import Kind
 
@@ -31,6 +31,25 @@ def launch_prefill(
 ) -> None:
     """Run packed sequences on the current stream; the arguments are checked."""
     if read_ids.shape[0] == 0:
+        return
+    if kind == "gdn":
+        gdn_launch.launch_chunked(
+            q,
+            k,
+            v,
+            gate,
+            b,
+            A_log,
+            dt_bias,
+            state,
+            read_ids,
+            write_ids,
+            cu_seqlens,
+            out,
+            checkpoints=checkpoints,
+            scale=scale,
+            qk_l2norm=qk_l2norm,
+        )
         return
     verify_launch.launch_recurrent_prefill(
         kind,
