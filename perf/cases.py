@@ -96,7 +96,7 @@ class Case:
     """One row of a result file.
 
     gates: KDA prefill's gate set. accepted: verify's replayed tokens a row, or "random" (1 to T, drawn with a fixed seed).
-    quick: part of the short matrix.
+    quick: part of the short matrix. late: measured after the others, so that a run that is cut short has what matters.
     """
 
     op: str
@@ -106,6 +106,7 @@ class Case:
     gates: str | None = None
     accepted: int | str | None = None
     quick: bool = False
+    late: bool = False
 
     @property
     def name(self) -> str:
@@ -158,7 +159,8 @@ def _decode() -> Iterator[Case]:
         for dtype in STATE_DTYPES:
             for batch in BATCHES:
                 quick = name in ("G1", "Q1") and batch in (1, 64, 256)
-                yield Case(f"{g.kind}_decode", g, workload(f"B{batch}"), dtype, quick=quick)
+                late = batch not in (1, 8, 64, 256)
+                yield Case(f"{g.kind}_decode", g, workload(f"B{batch}"), dtype, quick=quick, late=late)
             for batch in (1, 8, 64, 256):
                 quick = name == "Q1" and batch == 64
                 yield Case(f"{g.kind}_layer_decode", g, workload(f"B{batch}"), dtype, quick=quick)
@@ -179,7 +181,8 @@ def _verify() -> Iterator[Case]:
         for dtype in STATE_DTYPES:
             for batch in (1, 8, 32, 64, 128):
                 for tokens in (2, 3, 4, 5, 6, 8):
-                    yield Case(f"{g.kind}_verify", g, workload(f"B{batch}T{tokens}"), dtype, None, RANDOM)
+                    late = batch == 32 or tokens in (3, 5)
+                    yield Case(f"{g.kind}_verify", g, workload(f"B{batch}T{tokens}"), dtype, None, RANDOM, late=late)
             for tokens in (1, 2, 4, 8):
                 yield Case(f"{g.kind}_verify", g, workload(f"B64T{tokens}"), dtype, None, tokens)
 
@@ -205,7 +208,8 @@ def _prefill() -> Iterator[Case]:
         for load in kda:
             for gates in GATES:
                 quick = name == "G1" and load in ("1x8192", "4x2048") and gates in ("fast", "slow")
-                yield Case("kda_prefill", geometry(name), workload(load), "float32", gates, quick=quick)
+                late = name != "G1" and gates not in ("fast", "slow")
+                yield Case("kda_prefill", geometry(name), workload(load), "float32", gates, quick=quick, late=late)
     for load in ("1x8192", "1x32768", "4x2048"):
         for gates in GATES[:-1]:  # the softplus gate has no bound
             yield Case("kda_prefill", geometry("G4"), workload(load), "float32", gates)
@@ -224,10 +228,12 @@ def _conv() -> Iterator[Case]:
 
 
 def registry() -> list[Case]:
-    """Every case once. Order: by operator and geometry, so that pools are shaped once."""
+    """Every case once: what matters first, then by operator and geometry."""
     cases = [*_decode(), *_verify(), *_prefill(), *_conv()]
     unique = {case.name: case for case in cases}
-    return sorted(unique.values(), key=lambda c: (OPS.index(c.op), c.state_dtype, c.geometry.id, c.workload.rows))
+    return sorted(
+        unique.values(), key=lambda c: (c.late, OPS.index(c.op), c.state_dtype, c.geometry.id, c.workload.rows)
+    )
 
 
 def select(ops: str = "", pattern: str = "", quick: bool = False) -> list[Case]:

@@ -20,7 +20,7 @@ from .timing import GraphTimer, Timer, Timings, WallTimer, host_microseconds
 
 GPU_POOL_BYTES = 4 * 2**30
 CPU_POOL_BYTES = 64 * 2**20
-SAVE_EVERY = 16
+SAVE_EVERY = 4
 
 BENCHES = {
     "gdn_decode": "bench_decode",
