@@ -25,10 +25,10 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
 
 from ..compile.cache import cute_compile
-from ..compile.fake import fake_ids, fake_matrix, fake_rows, fake_stream, fake_vector
+from ..compile.fake import fake_ids, fake_matrix, fake_stream, fake_vector
 from ..configs.layer import CONV_BIAS, CONV_WIDTH, NORM_BF16, SETTLED, SILU_GATE, LayerDecodeKey
 from ..device.arith import fma_rn, sigmoid
-from ..device.conv import DTYPES, convolve, copy_into, fake_rings, fake_tokens, window_ptr
+from ..device.conv import DTYPES, convolve, copy_into, fake_tokens, window_ptr
 from ..device.memory import load_vector, narrow, offset_ptr, smem_ptr, store_vector, widen, zero_vector
 from ..device.reduce import owned_row, sum_over
 from ..device.state_io import row_ptr, slot_is_valid, slot_ptr
@@ -423,7 +423,8 @@ def build(key: LayerDecodeKey):
     """Compile one specialisation for sm_90a from fake tensors."""
     kernel = LayerDecode(key)
     n, slots, hv = cute.sym_int(), cute.sym_int(), cute.sym_int()
-    channels = cute.sym_int(divisibility=HEAD_DIM)
+    channels, values = cute.sym_int(divisibility=HEAD_DIM), cute.sym_int(divisibility=HEAD_DIM)
+    window_strides = (cute.sym_int64(divisibility=8), channels, 1)
     scalars = make_fake_tensor(BFloat16, (n, hv), stride=(cute.sym_int64(), 1), assumed_align=2)
     gate = make_fake_tensor(BFloat16, (n, hv), stride=(cute.sym_int64(), 1), assumed_align=2)
     if kernel.kda:
@@ -435,18 +436,18 @@ def build(key: LayerDecodeKey):
         fake_tokens(n, channels),
         gate,
         scalars,
-        fake_rows(BFloat16, n),
+        fake_tokens(n, values),
         make_fake_compact_tensor(kernel.weight_dtype, (channels, CONV_WIDTH), stride_order=(1, 0), assumed_align=16),
         fake_matrix(kernel.weight_dtype),
-        fake_rings(CONV_WIDTH, channels),
+        make_fake_tensor(BFloat16, (slots, CONV_WIDTH, channels), stride=window_strides, assumed_align=16),
         fake_vector(Float32, hv),
-        fake_vector(Float32, align=16),
+        fake_vector(Float32, align=16) if kernel.kda else fake_vector(Float32, hv),
         fake_vector(Float32, align=16),
         make_fake_tensor(kernel.dtype, (slots, hv, HEAD_DIM, HEAD_DIM), stride=strides, assumed_align=16),
         fake_ids(n, Int32),
         fake_ids(n, Int32),
         fake_ids(n, Int32),
-        fake_rows(BFloat16, n),
+        fake_tokens(n, values),
         Int32(0),
         Float32(1.0),
         Float32(-1.0),

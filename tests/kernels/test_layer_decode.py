@@ -32,6 +32,8 @@ GEOMETRIES = (
     *(("kda", None, h, h) for h in (32, 8, 1, 3)),
     *(("gdn", None, hk, hv) for hk, hv in ((16, 32), (4, 8), (4, 16), (2, 8), (16, 48), (4, 12), (16, 16), (1, 1), (1, 6))),
 )  # fmt: skip
+# Rounding the row to bf16 alone gives up to 0.002; a q, k or v that falls on the other side of a bf16 tie adds a little.
+OUTPUT_TOLERANCE = 0.003
 LAYER = {"gdn": gdn_layer_decode, "kda": kda_layer_decode}
 ORACLE = {"gdn": reference.gdn_layer_decode, "kda": reference.kda_layer_decode}
 SINGLE = {"gdn": gdn_decode, "kda": kda_decode}
@@ -122,7 +124,7 @@ def check(step, dtype, read=None, write=None, positions=None, slots=None, **extr
         ORACLE[step.kind], expected_windows, expected_state, read, write, positions,
         out=torch.empty(step.z.shape, dtype=torch.float64, device="cuda"), compute_dtype=torch.float64,
     )  # fmt: skip
-    assert_close(out, expected, tolerance("decode", "randn", "output", dtype), "out")
+    assert_close(out, expected, OUTPUT_TOLERANCE, "out")
     written = [(row, slot) for row, slot in enumerate(write.tolist()) if 0 <= slot < slots]
     for row, slot in written:
         assert_close(state[slot], expected_state[slot], tolerance("decode", "randn", "state", dtype), f"state {slot}")
