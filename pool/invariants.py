@@ -7,7 +7,6 @@ I15 (progress: the slots that admitted requests may need stay reachable).
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import TYPE_CHECKING
 
 from .slots import Condition, Holder, SlotRecord
@@ -20,15 +19,26 @@ if TYPE_CHECKING:
 def violations(ledger: Ledger, index: CheckpointIndex | None = None) -> list[str]:
     """Every broken invariant as a sentence that starts with its number; empty when all hold."""
     found: list[str] = []
-    free = Counter(rec.slot for rec in ledger.free)
-    found += [f"I1 slot {slot} is {count} times in the free list" for slot, count in free.items() if count > 1]
-    readers = Counter(id(h.rec) for h in ledger.holders.values() if h.rec is not None and h.rec.owner is not h)
-    puts = Counter(lease.handle.slot for lease in ledger.leases.values() if lease.kind == "put")
-    gets = {lease.handle.slot: op for op, lease in ledger.leases.items() if lease.kind == "get"}
-    waiting = 0
+    free = {rec.slot for rec in ledger.free}
+    if len(free) != len(ledger.free):
+        found.append(f"I1 a slot is twice in the free list {sorted(rec.slot for rec in ledger.free)}")
+    readers: dict[int, int] = {}
+    for holder in ledger.holders.values():
+        if holder.rec is not None and holder.rec.owner is not holder:
+            readers[holder.rec.slot] = readers.get(holder.rec.slot, 0) + 1
+    puts: dict[int, int] = {}
+    gets: dict[int, int] = {}
+    for lease in ledger.leases.values():
+        if lease.kind == "put":
+            puts[lease.handle.slot] = puts.get(lease.handle.slot, 0) + 1
+        else:
+            gets[lease.handle.slot] = lease.op
+    waiting = quarantined = 0
     for rec in ledger.records:
-        found += _slot(ledger, rec, rec.slot in free, readers[id(rec)], puts[rec.slot], gets.get(rec.slot, 0))
+        slot = rec.slot
+        found += _slot(ledger, rec, slot in free, readers.get(slot, 0), puts.get(slot, 0), gets.get(slot, 0))
         waiting += rec.waits_for != 0
+        quarantined += rec.quarantined
     for holder in ledger.holders.values():
         found += _holder(ledger, holder)
     for lease in ledger.leases.values():
@@ -36,10 +46,9 @@ def violations(ledger: Ledger, index: CheckpointIndex | None = None) -> list[str
             found.append(f"I11 lease {lease.op} outlived its slot {lease.handle.slot}")
     if waiting != ledger.waiting:
         found.append(f"I1 {waiting} slots wait for a step, {ledger.waiting} counted")
-    quarantined = sum(rec.quarantined for rec in ledger.records)
     if quarantined != ledger.quarantined:
         found.append(f"I1 {quarantined} slots in quarantine, {ledger.quarantined} counted")
-    found += _caps(ledger)
+    found += _caps(ledger, sum(puts.values()), len(gets))
     if index is not None:
         found += _cached(ledger, index)
     return found
@@ -53,7 +62,8 @@ def check(ledger: Ledger, index: CheckpointIndex | None = None) -> None:
 
 
 def _slot(ledger: Ledger, rec: SlotRecord, listed: bool, readers: int, puts: int, get_op: int) -> list[str]:
-    name, found = f"slot {rec.slot}", []
+    name = f"slot {rec.slot}"
+    found: list[str] = []
     writing = rec.write_step > ledger.release_step
     reading = rec.read_step > ledger.release_step
     tokens = rec.held() or rec.entry is not None or writing or reading
@@ -102,13 +112,12 @@ def _holder(ledger: Ledger, holder: Holder) -> list[str]:
     return []
 
 
-def _caps(ledger: Ledger) -> list[str]:
+def _caps(ledger: Ledger, puts: int, gets: int) -> list[str]:
     found = []
-    kinds = Counter(lease.kind for lease in ledger.leases.values())
-    if (kinds["put"], kinds["get"]) != (ledger.puts_in_flight, ledger.gets_in_flight):
-        found.append(f"I11 leases {dict(kinds)}, counted {ledger.puts_in_flight} and {ledger.gets_in_flight}")
-    if kinds["put"] > ledger.max_puts or kinds["get"] > ledger.max_gets:
-        found.append(f"I12 leases {dict(kinds)} over the caps {ledger.max_puts} and {ledger.max_gets}")
+    if (puts, gets) != (ledger.puts_in_flight, ledger.gets_in_flight):
+        found.append(f"I11 {puts} puts and {gets} gets, counted {ledger.puts_in_flight} and {ledger.gets_in_flight}")
+    if puts > ledger.max_puts or gets > ledger.max_gets:
+        found.append(f"I12 {puts} puts and {gets} gets over the caps {ledger.max_puts} and {ledger.max_gets}")
     base = 0 if ledger.in_place else 1
     demand = sum(base + (0 if holder.owns else 1) for holder in ledger.holders.values())
     if demand != ledger.demand:

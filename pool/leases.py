@@ -67,7 +67,8 @@ class LeaseLedger(CacheLedger):
 
     def put_begin(self, handle: SlotHandle, *, deadline: float | None = None) -> IoLease:
         """A lease to read a sealed slot. CapacityError: too many puts, or admitted requests may need the slot."""
-        self._running()
+        if self.mode != "run":
+            raise self._closed()
         rec = self.granted(handle)
         if not rec.sealed or rec.quarantined or rec.entry is None or rec.epoch != self.epoch:
             raise self.broken(f"put of slot {rec.slot}, which is not cached in this epoch")
@@ -104,10 +105,11 @@ class LeaseLedger(CacheLedger):
 
         `entry`: what the slot is cached as once the load is good. `after_step`: a later step to wait for.
         """
-        self._running()
+        if self.mode != "run":
+            raise self._closed()
         if position <= 0:
             raise self.broken(f"get of the state at {position}")
-        if self.gets_in_flight >= self.max_gets or self.available <= self.demand:
+        if self.gets_in_flight >= self.max_gets or len(self.free) + len(self.evictable) <= self.demand:
             self.counters.e_capacity += 1
             return None
         if not self.free:
@@ -115,7 +117,7 @@ class LeaseLedger(CacheLedger):
         # The slot was free, yet under the early policy a step may still use it on the device.
         rec = self.free[-1]
         wait = max(rec.write_step, rec.read_step, after_step)
-        rec = self._take_many(1, rec.write_step)[0]
+        rec = self._take(rec.write_step)
         lease = self._lease("get", rec, deadline)
         lease.after_step, lease.position, lease.entry = wait, position, entry
         rec.get_op = lease.op

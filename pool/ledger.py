@@ -52,7 +52,8 @@ class Ledger(LeaseLedger):
 
     def bump_epoch(self) -> list[Holder]:
         """New weights: every checkpoint is un-indexed, running requests with state are tainted and returned."""
-        self._running()
+        if self.mode != "run":
+            raise self._closed()
         self.epoch += 1
         self._uncache_all(self.records, "epoch")
         tainted = [holder for holder in self.holders.values() if holder.rec is not None]
@@ -67,14 +68,15 @@ class Ledger(LeaseLedger):
         """
         made = {id(rec) for number in self._products if number >= step for rec in self._products[number]}
         self._uncache_all((rec for rec in self.records if id(rec) in made), "failed")
-        for lease in self.leases.values():
+        for lease in (*self.leases.values(), *self.stuck.values()):
             if lease.kind == "put" and id(self.records[lease.handle.slot]) in made:
                 lease.revoked = True
         return [h for h in self.holders.values() if h.rec is not None and h.rec.write_step >= step > self.done]
 
     def drain(self) -> None:
         """No new request, step, lookup, publish or transfer from here on; what runs goes on to its end."""
-        self._running()
+        if self.mode != "run":
+            raise self._closed()
         if self._planned:
             raise self.broken(f"drain while step {self._planned} is open")
         self.mode = "drain"
@@ -115,6 +117,7 @@ class Ledger(LeaseLedger):
             raise self.broken(f"wake in mode {self.mode!r}")
         self.incarnation += 1
         for rec in self.records:
+            rec.handle = None
             if rec.quarantined:
                 rec.quarantined = False
                 self.quarantined -= 1

@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from .errors import CapacityError, ConfigError, InvariantError, PoolClosedError
-from .handles import INCARNATION_MASK, MAX_SLOTS, SlotHandle
+from .handles import GENERATION_MASK, INCARNATION_MASK, MAX_SLOTS, SlotHandle
 from .slots import Condition, Holder, SlotRecord, condition_of
 
 
@@ -129,7 +129,10 @@ class LedgerBase:
 
     def handle(self, rec: SlotRecord) -> SlotHandle:
         """The handle of the slot's present life."""
-        return SlotHandle(rec.slot, rec.gen, self.incarnation & INCARNATION_MASK)
+        handle = rec.handle
+        if handle is None:
+            handle = rec.handle = SlotHandle(rec.slot, rec.gen, self.incarnation & INCARNATION_MASK)
+        return handle
 
     def is_current(self, handle: SlotHandle) -> bool:
         """Whether the handle names the present life of its slot."""
@@ -141,9 +144,12 @@ class LedgerBase:
 
     def granted(self, handle: SlotHandle) -> SlotRecord:
         """The record for a grant. A stale handle here is a bug of the caller: E_INVARIANT."""
-        if not self.is_current(handle):
-            raise self.broken(f"grant with stale handle {handle}")
-        return self.records[handle.slot]
+        slot = handle[0]
+        if 0 <= slot < self.num_slots:
+            rec = self.records[slot]
+            if rec.handle is handle or (rec.gen == handle[1] and handle[2] == self.incarnation & INCARNATION_MASK):
+                return rec
+        raise self.broken(f"grant with stale handle {handle}")
 
     def broken(self, message: str) -> InvariantError:
         """An InvariantError with the ledger's dump, counted. The caller raises it."""
@@ -184,7 +190,7 @@ class LedgerBase:
 
     def _settle(self, rec: SlotRecord) -> None:
         """Puts a slot that may have lost its last token where it belongs: waiting, evictable or free."""
-        if rec.held():
+        if rec.owner is not None or rec.readers or rec.puts or rec.get_op or rec.quarantined:
             return
         last = rec.write_step if rec.write_step > rec.read_step else rec.read_step
         if last > self.release_step:
@@ -196,44 +202,58 @@ class LedgerBase:
         elif rec.entry is not None:
             self.evictable[rec.slot] = rec
         else:
-            rec.renew()
+            rec.gen = (rec.gen + 1) & GENERATION_MASK
+            rec.handle = None
+            rec.sealed = False
+            rec.position = 0
             self.counters.frees += 1
             if self.on_free is not None:
                 self.on_free(rec.slot)
             self.free.append(rec)
 
+    def _take(self, step: int) -> SlotRecord:
+        """One slot that `step` writes; CapacityError before anything is changed."""
+        if not self.free and not self.evict_oldest():
+            self.counters.e_capacity += 1
+            raise CapacityError(f"a slot is needed, none is available now, {self.waiting} after the queued steps")
+        rec = self.free.pop()
+        rec.epoch = self.epoch
+        rec.write_step = step
+        rec.since = self.submitted
+        self.counters.allocs += 1
+        return rec
+
     def _take_many(self, count: int, step: int) -> list[SlotRecord]:
         """`count` slots that `step` writes, evicting as needed; CapacityError before anything is changed."""
-        if self.available < count:
-            self.counters.e_capacity += 1
-            raise CapacityError(
-                f"{count} slot(s) needed, {self.available} available now, {self.waiting} after the queued steps"
-            )
-        taken = []
-        for _ in range(count):
-            if not self.free:
+        free = self.free
+        if len(free) < count:
+            if len(free) + len(self.evictable) < count:
+                self.counters.e_capacity += 1
+                raise CapacityError(
+                    f"{count} slot(s) needed, {self.available} available now, {self.waiting} after the queued steps"
+                )
+            while len(free) < count:
                 self.evict_oldest()
-            rec = self.free.pop()
+        taken = [free.pop() for _ in range(count)]
+        for rec in taken:
             rec.epoch = self.epoch
             rec.write_step = step
             rec.since = self.submitted
-            taken.append(rec)
         self.counters.allocs += count
         return taken
 
-    def _running(self) -> None:
-        if self.mode != "run":
-            raise PoolClosedError(f"the pool is in mode {self.mode!r}")
+    def _closed(self) -> PoolClosedError:
+        return PoolClosedError(f"the pool is in mode {self.mode!r}")
 
-    def _planning(self, step: int) -> None:
-        if step != self._planned or not step:
-            raise self.broken(f"step {step} is not the open one ({self._planned})")
+    def _not_open(self, step: int) -> InvariantError:
+        return self.broken(f"step {step} is not the open one ({self._planned})")
 
     def evict_oldest(self) -> bool:
         """Evicts the least recently used checkpoint that nothing else holds. False if there is none."""
         if not self.evictable:
             return False
-        self._uncache(next(iter(self.evictable.values())), "evicted")
+        _, rec = self.evictable.popitem(last=False)
+        self._uncache(rec, "evicted")
         self.counters.evictions += 1
         return True
 

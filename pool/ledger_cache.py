@@ -59,7 +59,8 @@ class CacheLedger(StepLedger):
         return handle
 
     def _publishable(self, holder: Holder, position: int) -> SlotRecord | None:
-        self._running()
+        if self.mode != "run":
+            raise self._closed()
         rec = holder.rec
         if holder.closed or rec is None or rec.owner is not holder or rec.gen != holder.gen:
             raise self.broken(f"publish of request {holder.id!r}, which owns no slot")

@@ -17,7 +17,8 @@ class StepLedger(LedgerBase):
 
     def admit(self, request_id: Hashable) -> Holder:
         """Registers a request and reserves what its steps may need. CapacityError: nothing changed, try later."""
-        self._running()
+        if self.mode != "run":
+            raise self._closed()
         if request_id in self.holders:
             raise self.broken(f"request {request_id!r} admitted twice")
         charge = self._base_charge + 1
@@ -31,7 +32,8 @@ class StepLedger(LedgerBase):
 
     def hit(self, holder: Holder, handle: SlotHandle) -> None:
         """Gives a request without state R on a cached slot. CapacityError: admitted requests may need that slot."""
-        self._running()
+        if self.mode != "run":
+            raise self._closed()
         rec = self.granted(handle)
         if holder.closed or holder.rec is not None:
             raise self.broken(f"hit for request {holder.id!r}, which is closed or has state")
@@ -69,7 +71,8 @@ class StepLedger(LedgerBase):
 
     def begin_step(self) -> int:
         """Opens the next step for planning and returns its number. Close it with submit or abandon."""
-        self._running()
+        if self.mode != "run":
+            raise self._closed()
         if self._planned:
             raise self.broken(f"step {self._planned} is still open")
         self._planned = self.submitted + 1
@@ -77,22 +80,27 @@ class StepLedger(LedgerBase):
 
     def alloc(self, step: int) -> SlotHandle:
         """A slot that `step` writes; evicts the least recently used checkpoint if needed. CapacityError if none."""
-        self._planning(step)
-        rec = self._take_many(1, step)[0]
+        if step != self._planned or not step:
+            raise self._not_open(step)
+        rec = self._take(step)
         self._plan.append(rec)
         return self.handle(rec)
 
     def alloc_besteffort(self, step: int) -> SlotHandle | None:
         """A slot for an export of `step`, or None when admitted requests may need all that is left."""
-        self._planning(step)
-        if self.available <= self.demand:
+        if step != self._planned or not step:
+            raise self._not_open(step)
+        if len(self.free) + len(self.evictable) <= self.demand:
             self.counters.exports_skipped += 1
             return None
-        return self.alloc(step)
+        rec = self._take(step)
+        self._plan.append(rec)
+        return self.handle(rec)
 
     def abandon(self, step: int) -> None:
         """Closes a planned step that is not submitted: its allocations go back."""
-        self._planning(step)
+        if step != self._planned or not step:
+            raise self._not_open(step)
         self._planned = 0
         plan, self._plan = self._plan, []
         for rec in plan:
@@ -109,19 +117,20 @@ class StepLedger(LedgerBase):
         only. `counts[i]` = tokens the step adds to request i (default 1), UNRESOLVED if known on the device alone.
         CapacityError: nothing changed, the step stays open; wait for a fence and call again, or abandon.
         """
-        self._planning(step)
+        if step != self._planned or not step:
+            raise self._not_open(step)
         if counts is None:
             counts = [1] * len(holders)
         if len(counts) != len(holders):
             raise ConfigError("counts", len(counts), f"one per request ({len(holders)})")
-        if len(set(holders)) != len(holders):
+        if len(holders) > 1 and len(set(holders)) != len(holders):
             raise self.broken("one request twice in a step")
         always = not self.in_place
         movers = [h for h in holders if always or (rec := h.rec) is None or rec.owner is not h]
         for holder in movers:
             if holder.closed:
                 raise self.broken(f"step for request {holder.id!r}, which is closed")
-        fresh = self._take_many(len(movers), step)
+        fresh = self._take_many(len(movers), step) if movers else []
         self.submitted = step
         self._planned = 0
         self._publishes = 0
@@ -145,19 +154,22 @@ class StepLedger(LedgerBase):
             else:
                 reads.append(-1 if rec is None else rec.slot)
                 writes.append(self._move(holder, rec, fresh.pop(), step, count))
-        plan, self._plan = self._plan, []
-        for rec in plan:
-            self._settle(rec)
+        if self._plan:
+            plan, self._plan = self._plan, []
+            for rec in plan:
+                self._settle(rec)
         return reads, writes
 
     def _move(self, holder: Holder, old: SlotRecord | None, new: SlotRecord, step: int, count: int) -> int:
-        new.position = count
-        if not self._owns(holder):
+        if old is None:
+            new.position = count
             self.demand -= 1
-        if old is not None:
+        else:
             if old.gen != holder.gen:
                 raise self.broken(f"request {holder.id!r} reads slot {old.slot} of another life")
-            new.position += old.position
+            new.position = old.position + count
+            if old.owner is not holder:
+                self.demand -= 1
             self._release_hold(holder, old)
             old.read_step = step
             self._settle(old)
@@ -181,10 +193,11 @@ class StepLedger(LedgerBase):
             self.counters.e_stale += 1
             return
         self._rank_done[rank] = step
-        done = min(self._rank_done)
-        for number in range(self.done + 1, done + 1):
-            self._products.pop(number, None)
+        done = step if self.ranks == 1 else min(self._rank_done)
         if done > self.done:
+            if self._products:
+                for number in range(self.done + 1, done + 1):
+                    self._products.pop(number, None)
             self.done = done
             self._release_to(done)
 

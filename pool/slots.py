@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from enum import Enum
 
-from .handles import GENERATION_MASK
+from .handles import SlotHandle
 
 #: Added to a position when the host does not know the count of tokens (drafts in flight): sums with it are negative.
 UNRESOLVED = -(1 << 40)
@@ -43,6 +43,7 @@ class SlotRecord:
         "epoch",
         "gen",
         "get_op",
+        "handle",
         "owner",
         "position",
         "puts",
@@ -73,16 +74,12 @@ class SlotRecord:
         #: Step whose release this slot waits for with no other token than step tokens and C; 0 = not waiting.
         self.waits_for = 0
         self.since = 0
+        #: The handle of the present life, made when it is first asked for.
+        self.handle: SlotHandle | None = None
 
     def held(self) -> bool:
         """Whether a token other than step tokens and C is on the slot."""
         return bool(self.owner is not None or self.readers or self.puts or self.get_op or self.quarantined)
-
-    def renew(self) -> None:
-        """Begins the next life of the slot: handles of the last one are stale from here on."""
-        self.gen = (self.gen + 1) & GENERATION_MASK
-        self.sealed = False
-        self.position = 0
 
 
 class Holder:
