@@ -60,6 +60,7 @@ from .layout import LayerSpec, StateLayout
 from .leases import IoLease, IoOutcome
 from .ledger import Ledger
 from .lifecycle import Lifecycle, Phase, StateRequest, StepPlan, StepRow
+from .observe import SlotView, Snapshot, register_metrics, snapshot
 from .pool import StatePool
 from .prefix import PrefixKey
 from .slots import UNRESOLVED, Condition, Holder
@@ -91,6 +92,8 @@ __all__ = [
     "PrefixKey",
     "RankDisagreementError",
     "SlotHandle",
+    "SlotView",
+    "Snapshot",
     "StaleHandleError",
     "StateDataError",
     "StateIOError",
@@ -103,4 +106,6 @@ __all__ = [
     "StepRow",
     "StuckLeaseError",
     "plan_capacity",
+    "register_metrics",
+    "snapshot",
 ]

@@ -18,6 +18,7 @@ from .handles import SlotHandle
 from .index import CheckpointIndex, IndexEntry
 from .leases import IoLease, IoOutcome
 from .ledger import Ledger
+from .observe import Snapshot, snapshot, traced
 from .prefix import PrefixKey
 from .slots import UNRESOLVED, Holder
 
@@ -173,6 +174,10 @@ class Lifecycle:
         A checkpoint inside a row is an extra output of the kernels; one at a row's end is the running slot itself, sealed
         in place. Checkpoints that find no slot are skipped. CapacityError: nothing changed; wait for a fence or preempt.
         """
+        with traced("pool.plan"):
+            return self._plan(rows)
+
+    def _plan(self, rows: Sequence[StepRow]) -> StepPlan:
         ledger = self.ledger
         holders = [self._holder(row.request) for row in rows]
         before = [holder.position for holder in holders]
@@ -255,7 +260,12 @@ class Lifecycle:
 
     def poll(self) -> int:
         """Takes in every fence that has passed; returns the last step that is done."""
-        return self.fences.poll()
+        with traced("pool.poll"):
+            return self.fences.poll()
+
+    def snapshot(self) -> Snapshot:
+        """Slots by condition, holders, ages, transfers and counters at this moment."""
+        return snapshot(self.ledger, self.index)
 
     def failed(self, step: int) -> list[StateRequest]:
         """A submitted step failed: its checkpoints are revoked, requests that lost their state wait for admission again."""

@@ -8,9 +8,12 @@ from .errors import ConfigError, StuckLeaseError
 from .handles import SlotHandle
 from .layout import StateLayout
 from .ledger import Ledger
+from .observe import Snapshot, snapshot
 
 if TYPE_CHECKING:
     import torch
+
+    from .index import CheckpointIndex
 
 #: Every byte of a freed slot in poison mode: NaN in float32, bfloat16 and float16 alike.
 POISON_BYTE = 0xFF
@@ -96,6 +99,10 @@ class StatePool:
     def slot_bytes_of(self, handle: SlotHandle) -> torch.Tensor:
         """The record of one slot: uint8[slot_bytes]. InvariantError for a stale handle."""
         return self._allocated()[self.ledger.granted(handle).slot]
+
+    def snapshot(self, index: CheckpointIndex | None = None) -> Snapshot:
+        """Slots by condition, holders, ages, transfers and counters at this moment."""
+        return snapshot(self.ledger, index)
 
     def poison(self, slot: int) -> None:
         """Fills a slot with NaN and waits for it, so that no transfer granted later can be overwritten by the fill."""
