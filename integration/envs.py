@@ -7,6 +7,7 @@ import os
 ENABLE = "LMDEPLOY_ENABLE_COMPACT_STATE"
 SAVE_ALIGNMENT = "LMDEPLOY_COMPACT_PREFILL_SAVE_ALIGNMENT"
 BACKEND = "LMDEPLOY_COMPACT_BACKEND"
+FUSED_DECODE = "LMDEPLOY_COMPACT_FUSED_DECODE"
 
 BACKENDS = ("auto", "kernels", "reference")
 DEFAULT_SAVE_ALIGNMENT = 512
@@ -18,23 +19,35 @@ _FALSE = ("false", "0", "no", "off")
 _FORWARDED_PREFIXES = ("LMDEPLOY_COMPACT_", "COMPACT_STATE_")
 
 
-def enabled() -> bool:
-    """Whether LMDEPLOY_ENABLE_COMPACT_STATE asks for the compact state pool; unset means no.
-
-    Raises ValueError, in lmdeploy's own terms, for a word that is neither true nor false.
-    """
-    value = os.environ.get(ENABLE)
+def _boolean(name: str, default: bool) -> bool:
+    value = os.environ.get(name)
     if value is None:
-        return False
+        return default
     word = value.lower().strip()
     if word in _TRUE:
         return True
     if word in _FALSE:
         return False
     raise ValueError(
-        f"Cannot convert environment variable '{ENABLE}={value}' to boolean. "
+        f"Cannot convert environment variable '{name}={value}' to boolean. "
         f"Allowed true values: {', '.join(_TRUE)}; false values: {', '.join(_FALSE)}."
     )
+
+
+def enabled() -> bool:
+    """Whether LMDEPLOY_ENABLE_COMPACT_STATE asks for the compact state pool; unset means no.
+
+    Raises ValueError, in lmdeploy's own terms, for a word that is neither true nor false.
+    """
+    return _boolean(ENABLE, False)
+
+
+def fused_decode() -> bool:
+    """Whether a decode step runs a whole linear layer in one launch (LMDEPLOY_COMPACT_FUSED_DECODE, default yes).
+
+    0 runs conv, rule and norm one by one: for comparing the two. Raises ValueError for a word that is no boolean.
+    """
+    return _boolean(FUSED_DECODE, True)
 
 
 def prefill_save_alignment() -> int:

@@ -149,6 +149,7 @@ def check_engine(config: Any) -> None:
     for check in ENGINE_CHECKS:
         check(config)
     envs.backend()
+    envs.fused_decode()
 
 
 def check_backend(backend: str | None, setting: str = "distributed_executor_backend") -> None:

@@ -18,6 +18,9 @@ from ... import cute_kernels
 from ...cute_kernels.checkpoints import Checkpoints
 from .. import envs
 
+# Key and value head size and conv width that a fused decode step is built for.
+FUSED_SIZES = (128, 128, 4)
+
 
 @dataclass
 class CompactMeta:
@@ -49,6 +52,12 @@ def _context_exports() -> Checkpoints | None:
     from lmdeploy.pytorch.model_inputs import get_step_ctx_manager
 
     return getattr(get_step_ctx_manager().current_context(), "compact_exports", None)
+
+
+def _in_piecewise_graph() -> bool:
+    from lmdeploy.pytorch.backends.cuda.graph_runner.piecewise import get_piecewise_graph_execution
+
+    return get_piecewise_graph_execution() is not None
 
 
 class _Piecewise:
@@ -140,7 +149,7 @@ class CompactConv1dImpl(_Piecewise):
     ) -> torch.Tensor:
         meta = gated_delta_meta
         common: dict[str, Any] = {"bias": bias, "activation": activation, "backend": self._backend}
-        taps, rows = weight.flatten(1), x[0]
+        taps, rows = weight.detach().flatten(1), x[0]
         ids = (meta.read_ids, meta.write_ids, meta.positions)
         out: torch.Tensor
         if meta.is_decoding:
@@ -185,7 +194,7 @@ class CompactRuleImpl(_Piecewise):
             a[0],
             b[0],
             a_log_exp,
-            dt_bias,
+            dt_bias.detach(),
             recurrent_state,
             meta.read_ids,
             meta.write_ids,
@@ -268,11 +277,53 @@ def patch_configurations_qwen3_next(module: ModuleType) -> None:
     module._check_env_qwen3_next = check_nothing  # type: ignore[attr-defined]
 
 
+def _layer_decode(layer: Any, hidden_states: torch.Tensor, caches: Any, meta: CompactMeta) -> torch.Tensor:
+    """A decode step of one Qwen3.5 linear layer: three projections, one launch, one projection."""
+    x = layer.in_proj_qkv(hidden_states)[0]
+    z = layer.in_proj_z(hidden_states)[0]
+    b, a = layer.fix_ba_ordering(layer.in_proj_ba(hidden_states)[0])
+    out: torch.Tensor = cute_kernels.gdn_layer_decode(
+        x,
+        a,
+        b,
+        z,
+        layer.conv1d.weight.detach().flatten(1),
+        caches[0],
+        layer.get_A_log_exp(),
+        layer.dt_bias.detach(),
+        layer.norm.weight.detach(),
+        caches[1],
+        meta.read_ids,
+        meta.write_ids,
+        meta.positions,
+        gate_activation=layer.activation,
+        eps=layer.layer_norm_epsilon,
+        # The launch before it is a projection, which writes neither ids nor states.
+        settled=True,
+        backend=layer.compact_backend,
+    )
+    result: torch.Tensor = layer.out_proj(out[None])
+    return result
+
+
 def patch_models_qwen3_5(module: ModuleType) -> None:
-    """The operators take A_log, not -exp(A_log): one rounding less, and no copy that outlives an update of weights."""
+    """The linear layer: A_log where it stands, and a decode step in one launch."""
+    layer = module.Qwen3_5GatedDeltaNet
+    forward, backend, fused = layer.forward, envs.backend(), envs.fused_decode()
 
     def get_A_log(self: Any) -> torch.Tensor:
+        # Not -exp(A_log): one rounding less, and no copy that outlives an update of weights.
         parameter: torch.Tensor = self.A_log.detach()
         return parameter if parameter.dtype == torch.float32 else parameter.float()
 
-    module.Qwen3_5GatedDeltaNet.get_A_log_exp = get_A_log
+    @functools.wraps(forward)
+    def forward_compact(self: Any, hidden_states: torch.Tensor, past_key_value: Any, gated_delta_meta: Any) -> Any:
+        meta = gated_delta_meta
+        fits = (self.head_k_dim, self.head_v_dim, self.conv_kernel_size) == FUSED_SIZES and self.activation == "silu"
+        if not (fused and fits and meta.is_decoding) or _in_piecewise_graph():
+            return forward(self, hidden_states, past_key_value, meta)
+        return _layer_decode(self, hidden_states, past_key_value, meta)
+
+    layer.compact_backend = backend
+    layer.get_A_log_exp = get_A_log
+    layer.forward = forward_compact

@@ -110,7 +110,7 @@ def test_another_draft_method_is_refused(method: str) -> None:
 
 
 def test_a_draft_of_two_layers_is_refused() -> None:
-    with pytest.raises(guards.UnsupportedSettingError, match="mtp_num_hidden_layers=2.*one layer"):
+    with pytest.raises(guards.UnsupportedSettingError, match=r"mtp_num_hidden_layers=2.*one layer"):
         guards.check_spec("qwen3_5_mtp", 2)
 
 

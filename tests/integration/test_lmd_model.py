@@ -25,13 +25,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def _engine() -> Iterator[None]:
+def engine() -> Iterator[None]:
     with lmd_model.cpu_engine():
         yield
 
 
 @pytest.fixture
-def flow(checkpoint: Path, _engine: None, monkeypatch: pytest.MonkeyPatch) -> Flow:
+def flow(checkpoint: Path, engine: None, monkeypatch: pytest.MonkeyPatch) -> Flow:
     monkeypatch.setenv("LMDEPLOY_COMPACT_PREFILL_SAVE_ALIGNMENT", "64")
     return lmd_model.model_flow(checkpoint, blocks=64, prefill_tokens=1024)
 
@@ -85,7 +85,7 @@ def test_a_hit_answers_as_a_cold_prompt_does(flow: Flow) -> None:
     assert ask(flow, fork) == (hot[0], 0)
 
 
-def test_chunks_a_batch_and_a_short_suffix_answer_as_alone(checkpoint: Path, _engine: None, flow: Flow) -> None:
+def test_chunks_a_batch_and_a_short_suffix_answer_as_alone(checkpoint: Path, engine: None, flow: Flow) -> None:
     prompts = [prompt(200, 3), prompt(2, 4), prompt(1, 5), [*prompt(128, 6), 9]]
     alone = [ask(flow, tokens)[0] for tokens in prompts]
     chunked = lmd_model.model_flow(checkpoint, blocks=64, prefill_tokens=64)
