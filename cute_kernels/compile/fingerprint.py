@@ -12,7 +12,7 @@ import xxhash
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[1]
 TARGET = "sm_90a"
-NOT_TRACED = ("cache.py", "manifest.py")  # imported by kernel files, but no part of the code they trace
+NOT_TRACED = ("cache.py", "manifest.py", "tables.py")  # imported by kernel files, but no part of the code they trace
 
 
 def _imported_files(path: Path) -> list[Path]:

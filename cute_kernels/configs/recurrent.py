@@ -6,11 +6,11 @@ One thread block owns `warps * 4 * rows` rows of V of one (sequence, value head)
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from ..compile.manifest import Entry, ResourceBudget
+from . import tables
 
 Kind = Literal["gdn", "kda_softplus", "kda_bounded"]
 StateDtype = Literal["float32", "bfloat16"]
@@ -25,6 +25,8 @@ class RecurrentDecodeKey:
 
     rows: V rows a lane holds, 1, 2 or 4. warps: warps a block. pdl: start while the previous kernel of the stream drains.
     """
+
+    TUNED: ClassVar = ("rows", "warps", "pdl")
 
     kind: Kind
     state: StateDtype
@@ -57,9 +59,14 @@ class RecurrentDecodeKey:
 PDL_MAX_HEADS = 2048
 
 
-@functools.lru_cache(maxsize=4096)
+@tables.memoised
 def choose(kind: Kind, state: StateDtype, heads: int) -> RecurrentDecodeKey:
-    """The specialisation for `heads` = sequences x value heads. Legal for every shape."""
+    """The specialisation for `heads` = sequences x value heads: a measured one where a table has it, else the heuristic's."""
+    return tables.tuned("recurrent_decode", heuristic(kind, state, heads), kind=kind, state=state, heads=heads)
+
+
+def heuristic(kind: Kind, state: StateDtype, heads: int) -> RecurrentDecodeKey:
+    """What `choose` returns where nothing was measured. Legal for every shape."""
     pdl = heads <= PDL_MAX_HEADS
     rows, warps = (4, 2) if pdl or state == "bfloat16" else (2, 4)
     return RecurrentDecodeKey(kind, state, rows, warps, pdl)
@@ -77,6 +84,10 @@ def candidates(kind: Kind, state: StateDtype) -> list[RecurrentDecodeKey]:
 
 
 def shipped() -> list[Entry]:
-    """Entries of the manifest: what `choose` can return."""
-    keys = {choose(kind, state, heads) for kind in KINDS for state in STATE_DTYPES for heads in (1, PDL_MAX_HEADS + 1)}
+    """Entries of the manifest: what `choose` can return on any device that has a table, and without one."""
+    keys: set[RecurrentDecodeKey] = set()
+    for kind in KINDS:
+        for state in STATE_DTYPES:
+            keys |= {heuristic(kind, state, heads) for heads in (1, PDL_MAX_HEADS + 1)}
+            keys |= tables.shipped_keys("recurrent_decode", {"kind": kind, "state": state}, heuristic(kind, state, 1))
     return [Entry("recurrent_decode", key, ResourceBudget(max_registers=128)) for key in sorted(keys, key=repr)]

@@ -1,6 +1,6 @@
 """Measured choices: shipped JSON tables that replace a heuristic's choice where a sweep found a better one.
 
-A look-up is a plain function of shapes. A heuristic makes its choice, then asks `tuned` whether a table knows better; what
+A look-up is a plain function of shapes. A heuristic makes its choice, then `tuned` says whether a table knows better; what
 comes back is always legal. A table is used only where it was measured: same GPU, same compiler, same kernel sources
 (comments apart). Anything else, a corrupt file included, is ignored with one log line, and the heuristic stands. Nothing is
 ever tuned here. Every process reads the same files, so all ranks choose alike; and since kernels of one operator differ in
@@ -23,7 +23,8 @@ import logging
 import os
 import re
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,6 +38,10 @@ SHIPPED = Path(__file__).resolve().parents[2] / "autotune" / "tables"
 KERNELS = Path(__file__).resolve().parents[1] / "kernels"
 
 Key = TypeVar("Key")
+Chooser = TypeVar("Chooser", bound=Callable[..., Any])
+
+_caches: list[Any] = []  # memoised choosers
+_forced: dict[str, dict[str, Any]] = {}  # what a sweep makes a kernel's chooser return
 
 
 class TableError(ValueError):
@@ -104,7 +109,7 @@ def read(path: Path, kernel: str) -> dict[str, Any]:
     """Load a table and check its form. Raises TableError."""
     try:
         table = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise TableError(f"unreadable: {error}") from error
     if not isinstance(table, dict) or table.get("format") != FORMAT or table.get("kernel") != kernel:
         raise TableError(f"not a table of {kernel} in format {FORMAT}")
@@ -131,20 +136,23 @@ def _usable(table: dict[str, Any], kernel: str, device: str | None) -> str | Non
     return None
 
 
+def _paths(kernel: str, device: str | None) -> list[Path]:
+    """Files that may hold a kernel's table for `device`; None: for any shipped device."""
+    place = os.environ.get(ENVIRONMENT, "")
+    if place == "off":
+        return []
+    if place:
+        return [Path(place) / f"{kernel}.json"]
+    if device is not None:
+        return [SHIPPED / folder_of(device) / f"{kernel}.json"]
+    return sorted(SHIPPED.glob(f"*/{kernel}.json"))
+
+
 @functools.cache
 def _entries(kernel: str, device: str | None) -> tuple[dict[str, Any], ...]:
     """Entries of a kernel's table that apply to `device` (None: of every shipped device), or nothing."""
-    place = os.environ.get(ENVIRONMENT, "")
-    if place == "off":
-        return ()
-    if place:
-        paths = [Path(place) / f"{kernel}.json"]
-    elif device is not None:
-        paths = [SHIPPED / folder_of(device) / f"{kernel}.json"]
-    else:
-        paths = sorted(SHIPPED.glob(f"*/{kernel}.json"))
     entries: list[dict[str, Any]] = []
-    for path in paths:
+    for path in _paths(kernel, device):
         if not path.is_file():
             continue
         try:
@@ -159,9 +167,32 @@ def _entries(kernel: str, device: str | None) -> tuple[dict[str, Any], ...]:
     return tuple(entries)
 
 
+def memoised(choose: Chooser) -> Chooser:
+    """`functools.lru_cache` for a chooser that asks `tuned`, dropped whenever the answer may change."""
+    cached = functools.lru_cache(maxsize=4096)(choose)
+    _caches.append(cached)
+    return cached  # type: ignore[return-value]
+
+
 def forget() -> None:
-    """Drop what was read, for tests and after a table is written."""
+    """Drop what was read and chosen, for tests and after a table is written."""
     _entries.cache_clear()
+    for cached in _caches:
+        cached.cache_clear()
+
+
+@contextmanager
+def forced(kernel: str, settings: dict[str, Any]) -> Iterator[None]:
+    """Within it, choosers of `kernel` return their heuristic's key with `settings` in it. For sweeps; not for threads."""
+    _forced[kernel] = settings
+    for cached in _caches:
+        cached.cache_clear()
+    try:
+        yield
+    finally:
+        del _forced[kernel]
+        for cached in _caches:
+            cached.cache_clear()
 
 
 def _matches(entry: dict[str, Any], shape: dict[str, Any]) -> bool:
@@ -172,43 +203,57 @@ def _matches(entry: dict[str, Any], shape: dict[str, Any]) -> bool:
 
 
 def _apply(default: Key, entry: dict[str, Any]) -> Key | None:
-    """The key an entry asks for, None if it is not legal."""
-    try:
-        key: Key = dataclasses.replace(default, **entry["set"])  # type: ignore[type-var]
-        reason = key.rejection() if hasattr(key, "rejection") else None
-    except (TypeError, ValueError) as error:
-        reason = str(error)
+    """The key an entry asks for, None if it is not legal. Only fields that the key's class names in `TUNED` can be set."""
+    reason: str | None = None
+    for name, value in entry["set"].items():
+        if name not in getattr(type(default), "TUNED", ()):
+            reason = f"{name} is not a matter of tuning"
+        elif type(value) is not type(getattr(default, name)):
+            reason = f"{name}={value!r}: not a {type(getattr(default, name)).__name__}"
     if reason is None:
-        return key
+        key: Key = dataclasses.replace(default, **entry["set"])  # type: ignore[type-var]
+        reason = key.rejection()  # type: ignore[attr-defined]
+        if reason is None:
+            return key
     logger.warning("tuning entry %s is ignored: %s", entry["set"], reason)
     return None
 
 
+def _loadable(kernel: str, key: Any) -> bool:
+    """Whether this process can get the kernel of a key: built ahead, or compiled."""
+    from ..compile import cache, shared_library
+
+    if cache.dsl_available() or shared_library.find(key.symbol(), cache.digest_of(kernel, key)) is not None:
+        return True
+    logger.warning("tuned kernel %s is in no prebuilt library; the default is used", key.symbol())
+    return False
+
+
 def tuned(kernel: str, default: Key, **shape: Any) -> Key:
-    """`default`, or the key a table measured as faster for `shape`. Cheap enough to memoise with the heuristic.
+    """`default`, or the key a table measured as faster for `shape`. Callers are `memoised`: this reads and compares.
 
     Args:
         kernel: kernel file and table name.
         default: the heuristic's frozen key.
         shape: what the table's entries match on, such as kind, state and heads.
     """
-    for entry in _entries(kernel, device_name()):
+    if kernel in _forced:
+        return dataclasses.replace(default, **_forced[kernel])  # type: ignore[type-var]
+    device = device_name() if any(_paths(kernel, None)) else None
+    if device is None:
+        return default
+    for entry in _entries(kernel, device):
         if _matches(entry, shape):
-            return _apply(default, entry) or default
+            key = _apply(default, entry)
+            return key if key is not None and _loadable(kernel, key) else default
     return default
 
 
-def shipped_keys(kernel: str, defaults: list[tuple[dict[str, Any], Key]]) -> set[Key]:
-    """Keys that any device's table can ask for, for the manifest: `defaults` are (exact fields of a shape, its key)."""
+def shipped_keys(kernel: str, shape: dict[str, Any], default: Key) -> set[Key]:
+    """Keys that any device's table can ask for where `shape`'s fields are what they are, for the manifest."""
     keys: set[Key] = set()
     for entry in _entries(kernel, None):
-        for shape, default in defaults:
-            if all(shape.get(name) == value for name, value in entry["match"].items()):
-                key = _apply(default, entry)
-                keys |= {key} if key is not None else set()
+        if all(shape.get(name) == value for name, value in entry["match"].items()):
+            key = _apply(default, entry)
+            keys |= {key} if key is not None else set()
     return keys
-
-
-def names() -> Iterator[str]:
-    """Kernels with a shipped table."""
-    yield from sorted({path.stem for path in SHIPPED.glob("*/*.json")})
