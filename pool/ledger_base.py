@@ -213,9 +213,8 @@ class LedgerBase:
 
     def _take(self, step: int) -> SlotRecord:
         """One slot that `step` writes; CapacityError before anything is changed."""
-        if not self.free and not self.evict_oldest():
-            self.counters.e_capacity += 1
-            raise CapacityError(f"a slot is needed, none is available now, {self.waiting} after the queued steps")
+        if not self.free:
+            self._reclaim(1)
         rec = self.free.pop()
         rec.epoch = self.epoch
         rec.write_step = step
@@ -223,24 +222,15 @@ class LedgerBase:
         self.counters.allocs += 1
         return rec
 
-    def _take_many(self, count: int, step: int) -> list[SlotRecord]:
-        """`count` slots that `step` writes, evicting as needed; CapacityError before anything is changed."""
-        free = self.free
-        if len(free) < count:
-            if len(free) + len(self.evictable) < count:
-                self.counters.e_capacity += 1
-                raise CapacityError(
-                    f"{count} slot(s) needed, {self.available} available now, {self.waiting} after the queued steps"
-                )
-            while len(free) < count:
-                self.evict_oldest()
-        taken = [free.pop() for _ in range(count)]
-        for rec in taken:
-            rec.epoch = self.epoch
-            rec.write_step = step
-            rec.since = self.submitted
-        self.counters.allocs += count
-        return taken
+    def _reclaim(self, count: int) -> None:
+        """Evicts until `count` slots are free; CapacityError before anything is changed."""
+        if len(self.free) + len(self.evictable) < count:
+            self.counters.e_capacity += 1
+            raise CapacityError(
+                f"{count} slot(s) needed, {self.available} available now, {self.waiting} after the queued steps"
+            )
+        while len(self.free) < count:
+            self.evict_oldest()
 
     def _closed(self) -> PoolClosedError:
         return PoolClosedError(f"the pool is in mode {self.mode!r}")

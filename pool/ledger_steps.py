@@ -125,22 +125,26 @@ class StepLedger(LedgerBase):
             raise ConfigError("counts", len(counts), f"one per request ({len(holders)})")
         if len(holders) > 1 and len(set(holders)) != len(holders):
             raise self.broken("one request twice in a step")
-        always = not self.in_place
-        movers = [h for h in holders if always or (rec := h.rec) is None or rec.owner is not h]
-        for holder in movers:
-            if holder.closed:
-                raise self.broken(f"step for request {holder.id!r}, which is closed")
-        fresh = self._take_many(len(movers), step) if movers else []
+        in_place = self.in_place
+        movers = 0
+        for holder in holders:
+            rec = holder.rec
+            if rec is None or rec.owner is not holder or not in_place:
+                movers += 1
+                if holder.closed:
+                    raise self.broken(f"step for request {holder.id!r}, which is closed")
+        if movers > len(self.free):
+            self._reclaim(movers)
         self.submitted = step
         self._planned = 0
         self._publishes = 0
         self._last_rows, self._last_counts = (holders, counts), None
-        self.counters.steps += 1
-        self.counters.rows += len(holders)
-        self.counters.rows_moved += len(movers)
+        counters = self.counters
+        counters.steps += 1
+        counters.rows += len(holders)
+        counters.rows_moved += movers
         reads: list[int] = []
         writes: list[int] = []
-        in_place = self.in_place
         for holder, count in zip(holders, counts):
             rec = holder.rec
             if in_place and rec is not None and rec.owner is holder:
@@ -153,7 +157,7 @@ class StepLedger(LedgerBase):
                 writes.append(slot)
             else:
                 reads.append(-1 if rec is None else rec.slot)
-                writes.append(self._move(holder, rec, fresh.pop(), step, count))
+                writes.append(self._move(holder, rec, self._take(step), step, count))
         if self._plan:
             plan, self._plan = self._plan, []
             for rec in plan:
