@@ -38,7 +38,7 @@ def test_snapshot_counts_every_slot_and_names_holders_and_ages() -> None:
     assert (view.puts, view.gets, view.stuck, view.steps_in_flight, view.checkpoints) == (1, 0, 1, 1, 1)
     holders = {holder: slot for slot in view.slots for holder in slot.holders}
     assert holders["request first"].condition == "owned"
-    assert holders["request first"].age_steps == 2
+    assert holders["request first"].age_steps == 1
     assert holders["cache"] is holders["put 1"]
     assert holders["get 2"].condition == "quarantined"
     assert view.counters["e_stuck"] == 1
