@@ -291,6 +291,7 @@ class Flow:
         """Step until nothing is left to do."""
         for _ in range(limit):
             if not self.step():
+                assert self.ledger.done == self.ledger.submitted, "a fence is missing"
                 return
         raise AssertionError("the flow does not come to an end")
 

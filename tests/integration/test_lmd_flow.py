@@ -291,8 +291,9 @@ def test_A6_a_recycled_slot_changes_by_its_own_requests_alone() -> None:
     assert list(third.generated_ids) == answer(prompt(90, 2), 12)
 
 
-def test_a_session_that_goes_on_is_not_given_a_state_that_ran_ahead() -> None:
-    flow = Flow()
+@pytest.mark.parametrize("caching", [False, True])
+def test_a_session_that_goes_on_is_not_given_a_state_that_ran_ahead(caching: bool) -> None:
+    flow = Flow(caching=caching)
     seq = flow.serve(prompt(200), 5)
     spoken = list(seq.generated_ids)
     # The forward after the last one was queued before the end was known.
