@@ -32,7 +32,7 @@ class VerifyKey:
 
     rows: V rows a lane holds. warps: warps a block. landing: state comes by bulk copy into shared memory, else straight
     into registers. blocks: thread blocks an SM must hold at once, which caps registers. commit: replay and store only, no
-    new tokens. round_tokens: round the state to the pool's dtype after every token, replayed ones included.
+    new tokens. wy: the tensor-core form (`kernels/wy_verify.py`), bf16 pools. round_tokens: round the state to the pool's dtype after every token, replayed ones included.
     """
 
     kind: Kind
@@ -42,10 +42,13 @@ class VerifyKey:
     landing: bool = True
     blocks: int = 1
     commit: bool = False
+    wy: bool = False
     round_tokens: bool = False
 
     def symbol(self) -> str:
         """C identifier of the specialisation."""
+        if self.wy:
+            return f"wy_verify_{self.kind}_{SHORT[self.state]}{('', f'_b{self.blocks}')[self.blocks > 1]}"
         name = "recurrent_commit" if self.commit else "recurrent_verify"
         flags = [
             ("", f"b{self.blocks}")[self.blocks > 1],

@@ -275,7 +275,11 @@ class RecurrentVerify:
             if const_expr(self.warps == 4) or tidx >= 128:
                 self.block.put(new, parameters, sNew.iterator, l2norm, scale, lower_bound, thread_new, length)
             if logged:
-                self.log_new(new, sNew, mLogK, mLogGate, thread_new, head, column, key_head, logs_key, log_out, length)
+                self.log_vectors(new, mLogK, mLogGate, thread_new, head, column, key_head, logs_key, log_out, length)
+                if const_expr(not self.kda):
+                    if column == 0 and thread_new < length:  # the thread that put the decay there
+                        at = thread_new * self.block.record + self.block.at_scalars + 2
+                        self.log_decay((sNew.iterator + at).load(), mLogGate, thread_new, head, log_out)
         cute.arch.sync_threads()
 
         rS = cute.make_rmem_tensor(tile_layout(self.rows), Float32)
@@ -386,10 +390,9 @@ class RecurrentVerify:
                 (base + (tidx * self.old_record + self.at_u + self.tile)).store(raw_gate[0])
 
     @cute.jit
-    def log_new(
+    def log_vectors(
         self,
         new,
-        sNew: cute.Tensor,
         mLogK: cute.Tensor,
         mLogGate: cute.Tensor,
         thread: Int32,
@@ -400,7 +403,7 @@ class RecurrentVerify:
         log_out: Int64,
         length: Int32,
     ):
-        """Raw k and gates of the new tokens to the log, each by one block."""
+        """Raw k and KDA's raw gate of the new tokens to the log, each by one block."""
         raw_k, raw_gate = new[0], new[3]
         hk, hv = cute.size(mLogK, mode=[3]), cute.size(mLogGate, mode=[3])
         token, lane16 = thread // NORM_LANES, thread % NORM_LANES
@@ -412,10 +415,11 @@ class RecurrentVerify:
                 if column == 0:
                     at = (log_out + token) * (hv * HEAD_DIM) + head * HEAD_DIM + lane16 * NORM_VALUES
                     store_vector(raw_gate, offset_ptr(mLogGate.iterator, at, BFloat16, 16), NORM_VALUES)
-        if const_expr(not self.kda):
-            if column == 0 and thread < length:  # the thread that put the decay there
-                decay = load_vector(sNew.iterator + (thread * self.block.record + self.block.at_scalars + 2), 1)
-                store_vector(decay, offset_ptr(mLogGate.iterator, (log_out + thread) * hv + head, Float32, 4), 1)
+
+    def log_decay(self, decay, mLogGate, token, head, log_out):
+        """GDN's decay of a new token to the log."""
+        at = (log_out + token) * cute.size(mLogGate, mode=[3]) + head
+        offset_ptr(mLogGate.iterator, at, Float32, 4).store(decay)
 
 
 def fake_heads(dtype, rows, count, *inner, divisibility=8, align=16):
@@ -429,7 +433,11 @@ def fake_heads(dtype, rows, count, *inner, divisibility=8, align=16):
 
 def build(key: VerifyKey):
     """Compile one specialisation for sm_90a from fake tensors."""
-    kernel = RecurrentVerify(key)
+    return compile_verify(RecurrentVerify(key), key)
+
+
+def compile_verify(kernel: RecurrentVerify, key: VerifyKey):
+    """Compile a verify or commit kernel from fake tensors."""
     tokens, n, hk, hv = cute.sym_int(), cute.sym_int(), cute.sym_int(), cute.sym_int()
     log_rows, max_tokens = cute.sym_int(), cute.sym_int()
     new = not key.commit
