@@ -9,28 +9,33 @@ A scheduler's loop (`requests`: prompts by id, `run` launches the kernels of a p
     waiting = [life.add(i, PrefixKey(tokens)) for i, tokens in requests.items()]
     running = []
     while waiting or running:
-        life.poll()                                                       # fences that have passed
-        while waiting and life.admit(waiting[0]):                         # False: it has to wait for a slot
+        table.step_done(life.poll())                                      # fences that have passed
+        while waiting and len(running) < 64 and life.admit(waiting[0]):   # False: it has to wait for a slot
             running.append(waiting.pop(0))                                # it resumes at request.resumed
         rows = []
         for r in running:                                                 # a chunk of prompt, or one token
-            tokens = min(512, max(1, len(r.key) - r.position))
+            tokens = min(512, len(r.key) - r.position)
             inside = range(r.position // 512 * 512 + 512, r.position + tokens + 1, 512)
-            rows.append(StepRow(r, tokens, positions=list(inside)))       # checkpoints wanted: best effort
+            rows.append(StepRow(r, tokens, positions=inside))             # checkpoints wanted: best effort
         try:
             plan = life.plan(rows)                                        # in place, or read A and write B
-        except CapacityError:                                             # nothing changed
-            life.fences.wait_oldest() or life.preempt(running.pop())      # (a preempted request waits again)
+        except CapacityError:                                             # nothing changed: wait for a step
+            if not life.fences.wait_oldest():
+                waiting.append(running[-1])
+                life.preempt(running.pop())                               # (admission makes this branch unreachable)
             continue
+        while len(life.fences) >= table.depth:
+            life.fences.wait_oldest()
+        table.step_done(life.poll())
         table.stage(plan.step, plan.read_ids, plan.write_ids, plan.positions)
         run(plan, table)                                                  # plan.cu, .ends, .slots: checkpoints
-        life.launched(plan.step, CudaFence("cuda"))                       # table.step_done(life.poll()) frees its row
+        life.launched(plan.step, CudaFence("cuda"))
         for r, token in zip(list(running), sample(plan)):
             if r.position == len(r.key):                                  # the prompt is done: a token came out
                 life.extend(r, [token])
                 if token == EOS:
-                    life.finish(r)                                        # its last state stays as a checkpoint
                     running.remove(r)
+                    life.finish(r)                                        # its last state stays as a checkpoint
 
 `life.cancel(r)` in any phase; `life.publish(r)` for a decode checkpoint; `life.failed(step)` when a launch raised;
 `life.new_weights()`, `life.sleep(deadline_s=…)`, `life.wake()`. Draft steps: `StepRow(r, UNRESOLVED)` and

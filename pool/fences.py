@@ -46,10 +46,13 @@ class CudaFence:
 
 
 class FenceQueue:
-    """Fences of submitted steps in order; passing one tells the ledger, and those who keep per-step buffers."""
+    """Fences of submitted steps in order, as this process's `rank` sees them; passing one tells the ledger.
 
-    def __init__(self, ledger: Ledger) -> None:
-        self.ledger = ledger
+    Other ranks report to `ledger.step_done(step, rank)`.
+    """
+
+    def __init__(self, ledger: Ledger, *, rank: int = 0) -> None:
+        self.ledger, self.rank = ledger, rank
         self._queue: deque[tuple[int, Fence]] = deque()
 
     def __len__(self) -> int:
@@ -66,7 +69,7 @@ class FenceQueue:
         while self._queue and self._queue[0][1].passed():
             done = self._queue.popleft()[0]
         if done:
-            self.ledger.step_done(done)
+            self.ledger.step_done(done, self.rank)
         return self.ledger.done
 
     def wait_oldest(self) -> bool:

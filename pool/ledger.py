@@ -19,7 +19,8 @@ class Ledger(LeaseLedger):
 
     `num_slots` slots, the first `reserved` of which are never granted. `in_place=False`: kernels cannot write the slot
     they read. `policy`: "late" keeps step tokens until the step's fence, "early" until its kernels are queued. `ranks`:
-    completions of steps and transfers that make one. `max_publishes_per_step`, `max_puts`, `max_gets`: caps.
+    completions of a transfer that make one; `fence_ranks` (default `ranks`): reports of a step's fence that make one, 1
+    where transfer threads wait for their own rank's event. `max_publishes_per_step`, `max_puts`, `max_gets`: caps.
     """
 
     def __init__(
@@ -30,6 +31,7 @@ class Ledger(LeaseLedger):
         in_place: bool = True,
         policy: str = "late",
         ranks: int = 1,
+        fence_ranks: int | None = None,
         max_publishes_per_step: int | None = None,
         max_puts: int = 8,
         max_gets: int = 8,
@@ -40,6 +42,7 @@ class Ledger(LeaseLedger):
             in_place=in_place,
             policy=policy,
             ranks=ranks,
+            fence_ranks=fence_ranks,
             max_publishes_per_step=max_publishes_per_step,
             max_puts=max_puts,
             max_gets=max_gets,

@@ -63,6 +63,7 @@ class LedgerBase:
         in_place: bool = True,
         policy: str = "late",
         ranks: int = 1,
+        fence_ranks: int | None = None,
         max_publishes_per_step: int | None = None,
         max_puts: int = 8,
         max_gets: int = 8,
@@ -73,8 +74,10 @@ class LedgerBase:
             raise ConfigError("reserved", reserved, f"0 .. {num_slots - 1}")
         if policy not in ("late", "early"):
             raise ConfigError("policy", policy, "late, early")
-        if ranks < 1:
-            raise ConfigError("ranks", ranks, "at least 1")
+        fence_ranks = ranks if fence_ranks is None else fence_ranks
+        for name, value in (("ranks", ranks), ("fence_ranks", fence_ranks)):
+            if value < 1:
+                raise ConfigError(name, value, "at least 1")
         self.num_slots, self.reserved, self.ranks = num_slots, reserved, ranks
         self.in_place, self.late = in_place, policy == "late"
         self.max_publishes_per_step = max_publishes_per_step
@@ -107,7 +110,7 @@ class LedgerBase:
         self._publishes = 0
         self._draining: dict[int, list[SlotRecord]] = {}
         self._products: dict[int, list[SlotRecord]] = {}
-        self._rank_done = [0] * ranks
+        self._rank_done = [0] * fence_ranks
         self._last_rows: tuple[Sequence[Holder], Sequence[int]] = ((), ())
         self._last_counts: dict[Holder, int] | None = None
 

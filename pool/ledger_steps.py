@@ -197,7 +197,7 @@ class StepLedger(LedgerBase):
             self.counters.e_stale += 1
             return
         self._rank_done[rank] = step
-        done = step if self.ranks == 1 else min(self._rank_done)
+        done = step if len(self._rank_done) == 1 else min(self._rank_done)
         if done > self.done:
             if self._products:
                 for number in range(self.done + 1, done + 1):

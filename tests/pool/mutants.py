@@ -247,7 +247,7 @@ MUTANTS = (
     Mutant(
         "a fence counts for all ranks",
         "ledger_steps",
-        "done = step if self.ranks == 1 else min(self._rank_done)",
+        "done = step if len(self._rank_done) == 1 else min(self._rank_done)",
         "done = max(self._rank_done)",
     ),
     Mutant("readers are not given back", "ledger_base", "            rec.readers -= 1\n", "            pass\n"),

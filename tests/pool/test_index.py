@@ -228,6 +228,19 @@ def test_H10_media_never_mixed_and_never_cut() -> None:
     assert index.lookup(longer).position == 10
 
 
+@pytest.mark.parametrize(("saved", "resumed"), [((512,), 512), ((), 0), ((512, 1536), 512)])
+def test_H7_resume_is_the_state_checkpoint_within_what_the_kv_cache_has(saved: tuple[int, ...], resumed: int) -> None:
+    life = Lifecycle(ledger := Ledger(8), CheckpointIndex(ledger))
+    key = PrefixKey(range(2000))
+    for position in saved:
+        store(ledger, life.index, key, position)
+    request = life.add("a", key)
+    assert life.admit(request, limit=1024)
+    assert request.resumed == request.position == resumed
+    plan = life.plan([StepRow(request, 8)])
+    assert (plan.read_ids[0] >= 0) == (resumed > 0)
+
+
 def test_H11_shared_prefix_is_reused_and_states_per_prompt_are_bounded() -> None:
     life = Lifecycle(ledger := Ledger(12), CheckpointIndex(ledger, budget_slots=8))
     shared = list(range(3000))

@@ -573,3 +573,29 @@ def test_I6_what_is_no_checkpoint_cannot_be_stored() -> None:
     world.index.remove(entry)
     with pytest.raises(InvariantError, match="stale handle"):
         world.ledger.put_begin(entry.handle)
+
+
+def test_the_loop_of_the_package_docstring_runs_as_it_stands() -> None:
+    import compact_state.pool as pool_package
+
+    text = pool_package.__doc__ or ""
+    code = text[text.index("    layout =") : text.index("`life.cancel(r)`")]
+    code = "\n".join(line[4:] for line in code.splitlines())
+    code = code.replace('"cuda"', '"cpu"').replace('CudaFence("cpu")', "ImmediateFence()")
+    code = code.replace("uniform(24, channels=8192, value_heads=32)", "uniform(1, channels=8, value_heads=1)")
+    lengths: dict[int, int] = {}
+
+    def sample(plan: StepPlan) -> list[int]:
+        return [1 if plan.step % 7 == 0 else 0 for _ in plan.read_ids]
+
+    names = dict(vars(pool_package))
+    requests = {number: [number % 5] * (700 + 300 * number % 2000) for number in range(80)}
+    names.update(
+        requests=requests, run=lambda plan, table: lengths.update({plan.step: table.rows}), sample=sample, EOS=1
+    )
+    exec(code, names)
+    life = names["life"]
+    assert not life.requests
+    assert max(lengths.values()) == 64
+    assert life.index.hit_tokens > 0
+    check(life.ledger, life.index)

@@ -91,6 +91,27 @@ def test_memory_is_freed_only_asleep() -> None:
     assert pool.ledger.incarnation == 1
 
 
+def test_I25_three_rounds_of_sleep_and_wake_leave_nothing() -> None:
+    pool = StatePool(LAYOUT, 4)
+    life = Lifecycle(pool.ledger, CheckpointIndex(pool.ledger), pool)
+    handles = set()
+    for number in range(3):
+        request = life.add(number, PrefixKey(range(9)))
+        assert life.admit(request)
+        assert request.resumed == 0, "a checkpoint outlived the memory"
+        life.launched(life.plan([StepRow(request, 8, positions=[4])]).step)
+        entry = life.finish(request)
+        assert entry is not None
+        handles.add(entry.handle.pack())
+        life.sleep(deadline_s=1.0)
+        assert pool.memory is None
+        assert life.index.size == 0
+        life.wake()
+        assert len(pool.ledger.free) == 4
+    assert len(handles) == 3
+    assert pool.ledger.incarnation == 3
+
+
 def test_a_record_is_reached_by_a_handle_of_its_present_life_only() -> None:
     pool = StatePool(LAYOUT, 1)
     life = Lifecycle(pool.ledger, CheckpointIndex(pool.ledger), pool)
