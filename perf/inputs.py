@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +43,16 @@ class Workspace:
             self._buffers[dtype] = buffer
         slots = buffer.numel() // elements
         return buffer[: slots * elements].view(slots, *inner)
+
+    def save(self) -> Callable[[], None]:
+        """Copy all pools; calling what is returned puts the copies back, on the current stream."""
+        copies = [(buffer, buffer.clone()) for buffer in self._buffers.values()]
+
+        def restore() -> None:
+            for buffer, copy in copies:
+                buffer.copy_(copy)
+
+        return restore
 
     def slot_ids(self, slots: int, rows: int, launches: int, *, groups: int = 2) -> list[list[torch.Tensor]]:
         """For each launch `groups` int32 id tensors `[rows]`, all distinct within a launch, random over the pool.

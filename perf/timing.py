@@ -30,7 +30,7 @@ class Contender:
 
     launches: calls that differ in ids or inputs; each returns its output. in_place: it writes the slots it reads. states:
     the first launch leaves its states in the pool. load: called before the first launch is checked. keep: tensors that must
-    outlive the graph.
+    outlive the graph. restore: puts back what launches change in place, before every timed round and outside of its time.
     """
 
     name: str
@@ -39,6 +39,7 @@ class Contender:
     states: bool = True
     load: Callable[[], None] | None = None
     keep: Any = None
+    restore: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,16 @@ def summarize(samples: Sequence[float], graph: bool) -> Timing:
     median = statistics.median(ordered)
     low, high = ordered[len(ordered) // 4], ordered[(3 * len(ordered)) // 4]
     return Timing(median, (high - low) / median if median else 0.0, graph)
+
+
+@dataclass(frozen=True)
+class Runner:
+    """A contender made ready: `run` does all its launches once, in a graph where they can be captured."""
+
+    run: Callable[[], None]
+    graph: bool
+    launches: int
+    restore: Callable[[], None] | None
 
 
 class GraphTimer:
@@ -120,7 +131,7 @@ class GraphTimer:
         """See Timer."""
         torch.cuda.synchronize()  # inputs were made on the default stream
         results = Timings()
-        runners: dict[str, tuple[Callable[[], None], bool, int]] = {}
+        runners: dict[str, Runner] = {}
         for contender in contenders:
             try:
                 run, graph = self._runner(contender)
@@ -129,40 +140,40 @@ class GraphTimer:
                     raise
                 results.failures[contender.name] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
                 continue
-            runners[contender.name] = (run, graph, len(contender.launches))
+            runners[contender.name] = Runner(run, graph, len(contender.launches), contender.restore)
         samples: dict[str, list[float]] = {name: [] for name in runners}
         with torch.cuda.stream(self._stream):
-            for run, _, _ in runners.values():
-                run()
+            for runner in runners.values():
+                runner.run()
             self._rounds(runners, samples, MIN_ROUNDS)
             while self._unsettled(samples, runners):
                 self._rounds(runners, samples, 3)
-        for name, (_, graph, _) in runners.items():
-            results.by_name[name] = summarize(samples[name], graph)
+        for name, runner in runners.items():
+            results.by_name[name] = summarize(samples[name], runner.graph)
         return results
 
     @staticmethod
-    def _rounds(
-        runners: dict[str, tuple[Callable[[], None], bool, int]], samples: dict[str, list[float]], count: int
-    ) -> None:
+    def _rounds(runners: dict[str, Runner], samples: dict[str, list[float]], count: int) -> None:
         marks = []
         torch.cuda._sleep(2_000_000)  # the device starts about a millisecond behind, so no launch gap is timed
         for _ in range(count):
-            for name, (run, _, launches) in runners.items():
+            for name, runner in runners.items():
                 start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                if runner.restore is not None:
+                    runner.restore()
                 start.record()
-                run()
+                runner.run()
                 end.record()
-                marks.append((name, start, end, launches))
+                marks.append((name, start, end, runner.launches))
         torch.cuda.synchronize()
         for name, start, end, launches in marks:
             samples[name].append(start.elapsed_time(end) * 1e3 / launches)
 
     @staticmethod
-    def _unsettled(samples: dict[str, list[float]], runners: dict[str, tuple[Callable[[], None], bool, int]]) -> bool:
+    def _unsettled(samples: dict[str, list[float]], runners: dict[str, Runner]) -> bool:
         """Whether more rounds would help and are affordable."""
         rounds = len(next(iter(samples.values()), []))
-        spent = sum(sum(values) * runners[name][2] for name, values in samples.items()) / 1e6
+        spent = sum(sum(values) * runners[name].launches for name, values in samples.items()) / 1e6
         if rounds >= MAX_ROUNDS or spent > ROUND_BUDGET_S:
             return False
         return any(summarize(values, True).spread > ENOUGH_SPREAD for values in samples.values())
@@ -177,6 +188,8 @@ class WallTimer:
         for contender in contenders:
             samples = []
             for launch in list(contender.launches)[:3]:
+                if contender.restore is not None:
+                    contender.restore()
                 start = time.perf_counter()
                 launch()
                 samples.append((time.perf_counter() - start) * 1e6)

@@ -26,7 +26,7 @@ class RecurrentDecodeKey:
     rows: V rows a lane holds, 1, 2 or 4. warps: warps a block. pdl: start while the previous kernel of the stream drains.
     """
 
-    TUNED: ClassVar = ("rows", "warps", "pdl")
+    TUNED: ClassVar[tuple[str, ...]] = ("rows", "warps", "pdl")
 
     kind: Kind
     state: StateDtype

@@ -1,0 +1,163 @@
+"""From trials to a table: what is faster than the heuristic by enough, over which sizes, written with all timings.
+
+The file's form is `cute_kernels.configs.tables`'; `timings` holds every trial, so that a table can be made again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..cute_kernels.configs import tables
+from .journal import Trial
+from .space import Settings, Shape, Space, match
+
+THRESHOLD = 0.02  # what a table's choice must gain over the heuristic
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a size's cases say: the best settings, its time over the heuristic's (below 1 is faster), worst case of those."""
+
+    size: int
+    settings: Settings
+    ratio: float
+    cases: tuple[str, ...]
+
+
+def _ratios(trials: Sequence[Trial]) -> dict[str, tuple[Settings, dict[str, float]]]:
+    """By settings: the time over the default's in each case that has both."""
+    found: dict[str, tuple[Settings, dict[str, float]]] = {}
+    defaults = {trial.case: trial.us for trial in trials if trial.is_default and trial.us}
+    for trial in trials:
+        default = defaults.get(trial.case)
+        if trial.us is None or default is None:
+            continue
+        name = json.dumps(trial.settings, sort_keys=True)
+        found.setdefault(name, (trial.settings, {}))[1][trial.case] = trial.us / default
+    return found
+
+
+def verdicts(space: Space, trials: Sequence[Trial]) -> dict[str, list[Verdict]]:
+    """For each exact part of the shapes (as JSON) the best settings by size, in ascending order.
+
+    Where several geometries have one size, the settings that are best in the mean and lose in none win.
+    """
+    grouped: dict[str, dict[int, list[Trial]]] = {}
+    for trial in trials:
+        exact = json.dumps(match(space, trial.shape), sort_keys=True)
+        grouped.setdefault(exact, {}).setdefault(trial.shape[space.size], []).append(trial)
+    result: dict[str, list[Verdict]] = {}
+    for exact, sizes in grouped.items():
+        for size in sorted(sizes):
+            best: Verdict | None = None
+            cases = {trial.case for trial in sizes[size] if trial.is_default and trial.us}
+            for settings, by_case in _ratios(sizes[size]).values():
+                if set(by_case) != cases or max(by_case.values()) > 1.0:
+                    continue
+                mean = math.exp(sum(math.log(ratio) for ratio in by_case.values()) / len(by_case))
+                if best is None or mean < best.ratio:
+                    best = Verdict(size, settings, mean, tuple(sorted(by_case)))
+            if best is not None:
+                result.setdefault(exact, []).append(best)
+    return result
+
+
+def _bounds(sizes: Sequence[int], first: int, last: int) -> list[int]:
+    """Range from size number `first` to number `last`: to the geometric middle of the neighbours, down to 1, up to twice."""
+    low = 1 if first == 0 else math.isqrt(sizes[first - 1] * sizes[first]) + 1
+    high = 2 * sizes[-1] if last == len(sizes) - 1 else math.isqrt(sizes[last] * sizes[last + 1])
+    return [low, high]
+
+
+def entries(space: Space, trials: Sequence[Trial], threshold: float = THRESHOLD) -> list[dict[str, Any]]:
+    """Entries of a table: sizes whose best settings gain at least `threshold`; equal neighbours are one entry."""
+    made: list[dict[str, Any]] = []
+    for exact, found in verdicts(space, trials).items():
+        sizes = [verdict.size for verdict in found]
+        start = 0
+        while start < len(found):
+            end = start
+            gains = found[start].ratio <= 1.0 - threshold
+            while end + 1 < len(found) and gains and _joins(found[end + 1], found[start].settings, threshold):
+                end += 1
+            if gains:
+                worst = max(verdict.ratio for verdict in found[start : end + 1])
+                best = min(verdict.ratio for verdict in found[start : end + 1])
+                made.append({
+                    "match": json.loads(exact),
+                    "range": {space.size: _bounds(sizes, start, end)},
+                    "set": found[start].settings,
+                    "gain": [round(1.0 - worst, 4), round(1.0 - best, 4)],
+                })  # fmt: skip
+            start = end + 1
+    return made
+
+
+def _joins(verdict: Verdict, settings: Settings, threshold: float) -> bool:
+    return verdict.settings == settings and verdict.ratio <= 1.0 - threshold
+
+
+def _timing(trial: Trial) -> dict[str, Any]:
+    row: dict[str, Any] = {"case": trial.case, "shape": trial.shape, "set": trial.settings, "us": trial.us}
+    row |= {"spread": trial.spread} if trial.spread is not None else {}
+    row |= {"default": True} if trial.is_default else {}
+    return row | ({"error": trial.error} if trial.error else {})
+
+
+def trial_of(row: dict[str, Any], kernel: str, facts: dict[str, Any]) -> Trial:
+    """A trial from a table's `timings`."""
+    return Trial(
+        row["case"], kernel, row["shape"], row["set"], row["us"], row.get("spread"), row.get("error"),
+        row.get("default", False), facts,
+    )  # fmt: skip
+
+
+def merged(path: Path, space: Space, trials: Sequence[Trial], facts: dict[str, Any]) -> list[Trial]:
+    """`trials`, and those of other cases that the file at `path` holds under the same facts."""
+    try:
+        table = tables.read(path, space.kernel)
+        if any(table["environment"].get(name) != value for name, value in facts.items()):
+            return list(trials)
+        old = [trial_of(row, space.kernel, facts) for row in table["timings"]]
+    except (tables.TableError, KeyError, TypeError):
+        return list(trials)
+    fresh = {trial.case for trial in trials}
+    return [trial for trial in old if trial.case not in fresh] + list(trials)
+
+
+def table_of(
+    space: Space, trials: Sequence[Trial], environment: dict[str, Any], threshold: float = THRESHOLD
+) -> dict[str, Any]:
+    """A table of all trials."""
+    return {
+        "format": tables.FORMAT,
+        "kernel": space.kernel,
+        "environment": environment,
+        "threshold": threshold,
+        "entries": entries(space, trials, threshold),
+        "timings": [_timing(trial) for trial in sorted(trials, key=lambda trial: trial.case)],
+    }
+
+
+def write(path: Path, table: dict[str, Any]) -> None:
+    """Write a table in one step: a reader sees the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    timings = ",\n".join("  " + json.dumps(row) for row in table["timings"])
+    found = ",\n".join("  " + json.dumps(row) for row in table["entries"])
+    head = {name: value for name, value in table.items() if name not in ("entries", "timings")}
+    text = json.dumps(head, indent=1)[:-2] + f',\n "entries": [\n{found}\n ],\n "timings": [\n{timings}\n ]\n}}\n'
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+    tables.forget()
+
+
+def shape_text(shape: Shape) -> str:
+    """A shape for a table's cell."""
+    return ", ".join(f"{name} {value}" for name, value in shape.items())
