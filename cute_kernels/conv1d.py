@@ -158,7 +158,7 @@ def causal_conv1d_prefill(
         )
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    elif out.data_ptr() == x.data_ptr():
+    elif x.numel() and out.data_ptr() == x.data_ptr():
         raise InvalidArgumentError("out", "x itself", "memory apart from x: tiles read rows that other tiles write")
     conv_launch.launch_prefill(*arguments, cu_seqlens, bias, activation, checkpoints, out)
     return out

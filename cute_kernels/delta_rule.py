@@ -12,6 +12,7 @@ from .configs import recurrent
 from .draft_log import DraftLog
 from .errors import InvalidArgumentError
 from .validation import (
+    ALIGNMENT,
     FLOAT_DTYPES,
     STATE_DTYPES,
     check_alignment,
@@ -163,9 +164,6 @@ def check_commit_arguments(
         check_kernel_heads(operator, key_size, value_size)
 
 
-_checked_decodes: set[tuple[object, ...]] = set()
-
-
 def launch_decode(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -187,35 +185,21 @@ def launch_decode(
 ) -> torch.Tensor:
     """Check and run T = 1 decode on the current stream.
 
-    A full check takes longer than the launch, so shapes that passed once are recognised by a short signature; what it
-    leaves out (dtypes and sizes that follow from others) the loaded function checks by itself, and a refusal there is
-    turned into the named error of the full check.
+    A full check takes longer than the launch. The loaded function checks ranks, dtypes, sizes, strides and devices by
+    itself before it launches, so only what it cannot see is checked here; its refusal becomes the full check's named error.
     """
-    signature = (
-        q.shape,
-        q.stride(),
-        k.stride(),
-        v.shape,
-        v.stride(),
-        gate.stride(),
-        state.shape,
-        state.stride(),
-        lower_bound,
-    )
-    aligned = not (q.data_ptr() | k.data_ptr() | v.data_ptr() | state.data_ptr()) % 16
     arguments = (q, k, v, gate, b, A_log, dt_bias, state, read_ids, write_ids)
-    if signature not in _checked_decodes or not aligned:
-        _check_decode(arguments, out, kda, lower_bound)
-        _checked_decodes.add(signature)
-    if out is None:
-        out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    rows, hv = v.shape[0], v.shape[1]
-    if rows == 0:
-        return out
-    name = STATE_NAMES.get(state.dtype, "float32")
-    key = recurrent.choose(kind_of(kda, lower_bound), name, rows * hv)
     try:
-        recurrent_decode(key)(
+        (rows, hk, width), hv = q.shape, v.shape[1]
+        if hv % hk or (q.data_ptr() | k.data_ptr() | v.data_ptr() | state.data_ptr()) % ALIGNMENT:
+            raise ValueError
+        if out is None:
+            out = torch.empty_like(v)
+        if rows == 0:
+            _check_decode(arguments, out, kda, lower_bound)
+            return out
+        kind = "gdn" if not kda else "kda_softplus" if lower_bound is None else "kda_bounded"
+        recurrent_decode(recurrent.choose(kind, STATE_NAMES[state.dtype], rows * hv))(
             q,
             k,
             v,
@@ -227,12 +211,12 @@ def launch_decode(
             read_ids,
             write_ids,
             out,
-            int(qk_l2norm),
-            int(settled),
-            q.shape[2] ** -0.5 if scale is None else scale,
-            0.0 if lower_bound is None else lower_bound,
+            qk_l2norm,
+            settled,
+            width**-0.5 if scale is None else scale,
+            lower_bound or 0.0,
         )
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, AttributeError, KeyError, ZeroDivisionError):
         _check_decode(arguments, out, kda, lower_bound)
         raise
     return out

@@ -101,17 +101,13 @@ def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
         raise InvalidArgumentError(name, repr(value), " or ".join(repr(choice) for choice in choices))
 
 
-@functools.cache
-def _is_sm90(index: int) -> bool:
-    return torch.cuda.get_device_capability(index) == (9, 0)
-
-
+@functools.lru_cache(maxsize=64)
 def uses_kernels(backend: Backend, device: torch.device) -> bool:
     """Whether this call runs kernels. "kernels" off an sm_90 device is a BackendUnavailableError; "auto" falls back."""
     if backend == "reference":
         return False
     check_choice("backend", backend, ("auto", "kernels", "reference"))
-    fits = device.type == "cuda" and _is_sm90(device.index if device.index is not None else torch.cuda.current_device())
+    fits = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
     if not fits and backend == "kernels":
         raise BackendUnavailableError(
             f"backend='kernels': tensors are on {device}; allowed: a CUDA device of compute capability 9.0 (H100, H200)"
