@@ -27,6 +27,9 @@ def describe(sweep: Sweep) -> str:
         best = min(trials, key=lambda trial: trial.us or 0.0)
         gain = 100 * (1 - (best.us or 0.0) / default.us)
         lines.append(f"{case:<40} {default.us:9.2f} us, best {best.us:9.2f} ({gain:4.1f} %) {best.settings}")
+    for exact, found in verdicts(_space(sweep.kernel), sweep.trials).items():
+        best_of = "; ".join(f"{v.size}: {_values(v.settings)} {v.ratio:.3f}" for v in found)
+        lines.append(f"best of {exact} by size, time over the heuristic's: {best_of}")
     failed = sum(trial.error is not None for trial in sweep.trials)
     lines.append(
         f"{len(sweep.trials)} trials ({failed} failed), {sweep.resumed} cases resumed, {len(sweep.left)} not reached, "
@@ -41,6 +44,10 @@ def _space(kernel: str) -> Space:
 
 def _sets(settings: dict[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in settings.items())
+
+
+def _values(settings: dict[str, Any]) -> str:
+    return "(" + " ".join(str(value) for value in settings.values()) + ")"
 
 
 def _row(case: str, trials: Sequence[Trial], chosen: dict[str, Any] | None) -> list[str]:

@@ -21,6 +21,7 @@ from .timing import GraphTimer, Timer, Timings, WallTimer, host_microseconds
 GPU_POOL_BYTES = 4 * 2**30
 CPU_POOL_BYTES = 64 * 2**20
 SAVE_EVERY = 4
+FIXED_COST_BYTES = 2**16  # below it a launch's fixed cost is all there is, and a floor of bytes says nothing
 
 BENCHES = {
     "gdn_decode": "bench_decode",
@@ -62,7 +63,7 @@ def _row(
         "workload": case.workload.name,
         "state_dtype": case.state_dtype,
         "ours_us": _round(times["ours"].us),
-        "floor_us": None if copy is None else _round(work.bytes / copy / 1e6),
+        "floor_us": None if copy is None or work.bytes < FIXED_COST_BYTES else _round(work.bytes / copy / 1e6),
         "slab_copy_us": _round(min(slab)) if slab else None,
         "spread": round(times["ours"].spread, 4),
         "peers": {name: _round(timing.us) for name, timing in others.items()},
@@ -146,7 +147,9 @@ def run(
             failures |= {late.name: "not run: time budget" for late in cases[number:]}
             break
         try:
-            rows.append(run_case(case, ws, timer, adapters, env["copy_tb_s"]))
+            row = run_case(case, ws, timer, adapters, env["copy_tb_s"])
+            schema.validate({"environment": env, "rows": [row]})
+            rows.append(row)
         except Exception as error:
             failures[case.name] = f"{type(error).__name__}: {str(error)[:400]}"
             say(f"{case.name}: FAILED {failures[case.name]}")

@@ -18,6 +18,11 @@ import torch
 L2_BYTES = 60 * 2**20
 COLD_BYTES = 4 * L2_BYTES  # what the launches of one graph touch at least
 MAX_LAUNCHES = 480
+WORK_US = 300.0  # device time of one graph at least: beside it the start of a graph is small
+LAUNCH_US = 2.0  # what the smallest launch takes
+BYTES_A_US = 4_000_000  # near the copy bandwidth; only decides how many launches make WORK_US
+WARM_UP_S = 0.015  # of real work right before a case is timed, so that clocks are up
+OWN = ("ours", "slab_copy")  # names of what must run in a graph
 MIN_ROUNDS = 5
 MAX_ROUNDS = 15
 ENOUGH_SPREAD = 0.005
@@ -68,8 +73,10 @@ class Timer(Protocol):
 
 
 def rotations(unique_bytes: int, minimum: int = 4) -> int:
-    """Launches in a graph so that one replay touches COLD_BYTES."""
-    return max(minimum, min(MAX_LAUNCHES, -(-COLD_BYTES // max(unique_bytes, 1))))
+    """Launches in a graph so that one replay touches COLD_BYTES and lasts about WORK_US."""
+    cold = -(-COLD_BYTES // max(unique_bytes, 1))
+    lasting = int(WORK_US / (LAUNCH_US + unique_bytes / BYTES_A_US))
+    return max(minimum, min(MAX_LAUNCHES, max(cold, lasting)))
 
 
 def summarize(samples: Sequence[float], graph: bool) -> Timing:
@@ -95,13 +102,12 @@ class GraphTimer:
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
-        self._pool = torch.cuda.graph_pool_handle()
 
-    def _capture(self, contender: Contender) -> torch.cuda.CUDAGraph:
+    def _capture(self, contender: Contender, pool: Any) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         # Raw capture calls: the context manager collects garbage and empties the cache each time, 0.1 s a contender.
         with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 for launch in contender.launches:
                     launch()
@@ -109,42 +115,48 @@ class GraphTimer:
                 graph.capture_end()
         return graph
 
-    def _runner(self, contender: Contender) -> tuple[Callable[[], None], bool]:
-        """Something that does all launches once, warmed up; in a graph where the contender can be captured."""
+    def _runner(self, contender: Contender, pool: Any) -> Runner:
+        """Something that does all launches once, warmed up; a peer that cannot be captured runs eagerly."""
         with torch.cuda.stream(self._stream):
             for launch in contender.launches[:2]:
                 launch()
         torch.cuda.synchronize()
+        count = len(contender.launches)
         try:
-            graph = self._capture(contender)
+            graph = self._capture(contender, pool)
         except RuntimeError:
+            if contender.name.startswith(OWN):
+                raise
             torch.cuda.synchronize()
 
             def eager() -> None:
                 for launch in contender.launches:
                     launch()
 
-            return eager, False
-        return graph.replay, True
+            return Runner(eager, False, count, contender.restore)
+        return Runner(graph.replay, True, count, contender.restore)
 
     def time(self, contenders: Sequence[Contender]) -> Timings:
         """See Timer."""
         torch.cuda.synchronize()  # inputs were made on the default stream
         results = Timings()
         runners: dict[str, Runner] = {}
+        # Graphs of one case share memory. A pool dies with its last graph, so the next case needs another.
+        pool = torch.cuda.graph_pool_handle()
         for contender in contenders:
             try:
-                run, graph = self._runner(contender)
+                runners[contender.name] = self._runner(contender, pool)
             except Exception as error:
                 if contender.name.startswith("ours"):
                     raise
                 results.failures[contender.name] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
-                continue
-            runners[contender.name] = Runner(run, graph, len(contender.launches), contender.restore)
         samples: dict[str, list[float]] = {name: [] for name in runners}
         with torch.cuda.stream(self._stream):
-            for runner in runners.values():
-                runner.run()
+            began = time.perf_counter()
+            while time.perf_counter() - began < WARM_UP_S:
+                for runner in runners.values():
+                    runner.run()
+                torch.cuda.synchronize()
             self._rounds(runners, samples, MIN_ROUNDS)
             while self._unsettled(samples, runners):
                 self._rounds(runners, samples, 3)

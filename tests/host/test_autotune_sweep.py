@@ -60,6 +60,7 @@ def small_cases(*batches: int) -> list[Case]:
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(timing, "COLD_BYTES", 2**20)
+    monkeypatch.setattr(timing, "WORK_US", 0.0)
     monkeypatch.setattr(tables, "device_name", lambda: None)
     monkeypatch.setattr(runner, "cases_of", lambda op, *rest: small_cases(1, 2, 4))
     yield
@@ -224,6 +225,7 @@ def test_a_sweep_writes_a_table_that_the_operator_then_reads(tmp_path, monkeypat
     table = tables.read(done.table, "recurrent_decode")
     assert table["environment"]["commit"] == "c0ffee"
     assert table["environment"]["source"] == tables.code_digest("recurrent_decode")
+    assert "2: (1 8 False) 0.900; 4: (1 8 False) 0.900" in report.describe(done)
     (entry,) = table["entries"]
     assert entry["set"] == {"rows": 1, "warps": 8, "pdl": False}
     assert entry["range"] == {"heads": [1, 16]}

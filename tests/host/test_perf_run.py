@@ -33,6 +33,7 @@ def small(op: str, load: str, dtype: str = "float32", gates: str | None = None, 
 def _small_pools(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "CPU_POOL_BYTES", 16 * 2**20)
     monkeypatch.setattr(timing, "COLD_BYTES", 2**20)
+    monkeypatch.setattr(timing, "WORK_US", 0.0)
 
 
 EVERY_OPERATOR = [
@@ -202,3 +203,33 @@ def test_runs_from_the_repository_root_without_an_installation(tmp_path: Path) -
 def test_geometry_of_small_cases_exists() -> None:
     assert geometry(SMALL_GDN.id).kind == "gdn"
     assert geometry(SMALL_KDA.id).kind == "kda"
+
+
+def test_small_launches_are_repeated_until_a_graph_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "WORK_US", 300.0)
+    monkeypatch.setattr(timing, "COLD_BYTES", 0)
+    for moved in (10, 2**20, 2**24):
+        per_launch = timing.LAUNCH_US + moved / timing.BYTES_A_US
+        assert timing.rotations(moved) >= int(300.0 / per_launch)
+
+
+class BrokenCapture(timing.GraphTimer):
+    """A device whose graphs cannot be captured."""
+
+    def __init__(self) -> None:
+        self._stream = None  # type: ignore[assignment]
+
+    def _capture(self, contender: timing.Contender, pool: object) -> torch.cuda.CUDAGraph:
+        raise RuntimeError("capture failed")
+
+
+def test_ours_is_never_timed_outside_a_graph_and_a_peer_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    import contextlib
+
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    timer = BrokenCapture()
+    for name in ("ours", "ours_in_place", "slab_copy_pdl"):
+        with pytest.raises(RuntimeError, match="capture failed"):
+            timer._runner(timing.Contender(name, [lambda: None]), None)
+    assert timer._runner(timing.Contender("fla", [lambda: None] * 3), None).graph is False
