@@ -127,8 +127,9 @@ def hunt(api: Any) -> Result:
             transitions += result.transitions
             if result.violation:
                 return result
-        if not seeds.start:
-            result = breadth_first(api, "weights", max_states=300)
+        for alphabet, states in (("weights", 300), ("get", 1500)) if not seeds.start else ():
+            result = breadth_first(api, alphabet, max_states=states)
+            transitions += result.transitions
             if result.violation:
                 return result
     return Result(0, transitions, 0)
