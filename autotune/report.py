@@ -110,3 +110,7 @@ def refresh(page: Path, folder: Path = tables.SHIPPED) -> None:
     blocks = "\n\n".join(table_block(path) for path in sorted(folder.glob("*/*.json")))
     head, tail = text.split(begin)[0], text.split(end)[1]
     page.write_text(f"{head}{begin}\n{blocks or 'No table is shipped.'}\n{end}{tail}")
+
+
+if __name__ == "__main__":
+    refresh(Path(__file__).resolve().parents[1] / "docs" / "autotune.md")
