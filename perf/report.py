@@ -24,13 +24,16 @@ from .tables import (
     table,
 )
 
-FILES = ("decode", "verify", "gdn_prefill", "kda_prefill", "conv")
+# The last two: a few cells beside a peer that tunes itself for minutes, from runs of their own.
+FILES = ("decode", "verify", "gdn_prefill", "kda_prefill", "conv", "gdn_prefill_fla", "kda_prefill_fla")
 TITLES = {
     "decode": "Decode, one token",
     "verify": "Draft verify and commit",
     "gdn_prefill": "GDN prefill",
     "kda_prefill": "KDA prefill",
     "conv": "Causal conv",
+    "gdn_prefill_fla": "GDN prefill beside FLA",
+    "kda_prefill_fla": "KDA prefill beside FLA",
 }
 HEADLINE = (  # operator, geometry, workload, state dtype, gates, accepted
     ("gdn_decode", "Q1", "B64", "float32", None, None),
@@ -86,7 +89,10 @@ def family_block(stem: str, result: dict[str, Any], images: list[str]) -> str:
 
 def headline_block(results: dict[str, dict[str, Any]]) -> str:
     """The few cells a reader looks for first."""
-    found = {schema.identity(row): (stem, row) for stem, result in results.items() for row in result["rows"]}
+    found: dict[tuple[Any, ...], tuple[str, dict[str, Any]]] = {}
+    for stem, result in results.items():
+        for row in result["rows"]:
+            found.setdefault(schema.identity(row), (stem, row))
     lines = []
     for key in HEADLINE:
         if key not in found:
