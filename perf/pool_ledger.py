@@ -3,7 +3,8 @@
     python -m compact_state.perf.pool_ledger [--json FILE]
 
 Targets: p99 of each operation <= 5 us, a step of 256 rows <= 150 us. Times are those of the thread on its processor, so
-that other processes of the machine do not count; `--wall` takes the wall clock instead.
+that other processes of the machine do not count; `--wall` takes the wall clock instead. Garbage collection is off: it
+strikes whoever allocates next, and what it costs depends on the rest of the process.
 """
 
 from __future__ import annotations
@@ -186,6 +187,7 @@ def main(arguments: list[str] | None = None) -> int:
         CLOCK = time.perf_counter_ns
     gc.collect()
     gc.freeze()
+    gc.disable()
     timings = operations(options.rounds) + steps(max(options.rounds // 3, 100))
     print(f"{'operation':40} {'calls':>7} {'p50 us':>8} {'p99 us':>8} {'limit':>7}")
     for item in timings:

@@ -112,7 +112,6 @@ class LedgerBase:
         self._products: dict[int, list[SlotRecord]] = {}
         self._rank_done = [0] * fence_ranks
         self._last_rows: tuple[Sequence[Holder], Sequence[int]] = ((), ())
-        self._last_counts: dict[Holder, int] | None = None
 
     # Reading the ledger
 

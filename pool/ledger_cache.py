@@ -76,10 +76,10 @@ class CacheLedger(StepLedger):
         rec = self.granted(handle)
         if step != self.submitted or rec.write_step != step or rec.sealed or rec.owner is not None:
             raise self.broken(f"export of slot {rec.slot} at step {step}: it is no output of the last step")
-        if self._last_counts is None:
-            self._last_counts = dict(zip(*self._last_rows))
-        count, end = self._last_counts.get(holder), holder.position
-        if count is None or not max(end - count, 0) < position <= end:
+        holders, counts = self._last_rows
+        count = counts[holders.index(holder)] if holder in holders else 0
+        end = -1 if holder.rec is None else holder.rec.position
+        if not 0 < position <= end or position <= end - count:
             raise self.broken(f"export at {position}: request {holder.id!r} goes to {end} by {count} in step {step}")
         if holder.tainted or rec.epoch != self.epoch:
             self.counters.exports_skipped += 1

@@ -138,7 +138,7 @@ class StepLedger(LedgerBase):
         self.submitted = step
         self._planned = 0
         self._publishes = 0
-        self._last_rows, self._last_counts = (holders, counts), None
+        self._last_rows = (holders, counts)
         counters = self.counters
         counters.steps += 1
         counters.rows += len(holders)
@@ -199,17 +199,17 @@ class StepLedger(LedgerBase):
         self._rank_done[rank] = step
         done = step if len(self._rank_done) == 1 else min(self._rank_done)
         if done > self.done:
-            if self._products:
-                for number in range(self.done + 1, done + 1):
-                    self._products.pop(number, None)
+            products = self._products
+            while products and (first := next(iter(products))) <= done:
+                del products[first]
             self.done = done
-            self._release_to(done)
+            if done > self.release_step:
+                self._release_to(done)
 
     def _release_to(self, step: int) -> None:
-        if step <= self.release_step:
-            return
-        first, self.release_step = self.release_step + 1, step
-        for number in range(first, step + 1):
+        number, self.release_step = self.release_step, step
+        while number < step:
+            number += 1
             for rec in self._draining.pop(number, ()):
                 if rec.waits_for == number:
                     rec.waits_for = 0

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from .errors import CapacityError, StuckLeaseError
+from .errors import CapacityError, ErrorClass, StuckLeaseError
 from .fences import Fence, FenceQueue
 from .handles import SlotHandle
 from .index import CheckpointIndex, IndexEntry
@@ -302,9 +302,9 @@ class Lifecycle:
             request.phase, request.load_op = Phase.LOADING, begun.op
         return begun
 
-    def end_load(self, op: int, *, rank: int = 0, ok: bool) -> IoOutcome | None:
+    def end_load(self, op: int, *, rank: int = 0, ok: bool, error: ErrorClass = ErrorClass.IO) -> IoOutcome | None:
         """One rank's completion of a load. Once all are in, the requests wait for admission, whatever the outcome."""
-        outcome = self.ledger.get_end(op, rank=rank, ok=ok)
+        outcome = self.ledger.get_end(op, rank=rank, ok=ok, error=error)
         if outcome is None:
             return None
         entry = outcome.lease.entry
