@@ -191,7 +191,7 @@ FLASHKDA_LENGTHS = "1300+547+2048+963+271+3063"
 
 
 def _prefill() -> Iterator[Case]:
-    gdn = ("1x2048", "1x8192", "1x32768", "4x2048", "8x1024", "8x4096", "28672+4096", "ragged64")
+    gdn: tuple[str, ...] = ("1x2048", "1x8192", "1x32768", "4x2048", "8x1024", "8x4096", "28672+4096", "ragged64")
     gdn += ("1x8192+ckpt512", "4x2048+ckpt512")
     for name in ("Q1", "Q3", "Q4", "Q5", "Q7"):
         for load in gdn:
@@ -202,7 +202,7 @@ def _prefill() -> Iterator[Case]:
             yield Case("gdn_prefill", geometry(name), workload(load), "bfloat16")
     for load in ("60x1+2000+48", "63x1+8192"):
         yield Case("gdn_prefill", geometry("Q1"), workload(load), "float32")
-    kda = ("1x2048", "1x8192", "1x32768", "4x2048", "8x1024", "32x1024", FLASHKDA_LENGTHS)
+    kda: tuple[str, ...] = ("1x2048", "1x8192", "1x32768", "4x2048", "8x1024", "32x1024", FLASHKDA_LENGTHS)
     kda += ("1x8192+ckpt512", "4x2048+ckpt512")
     for name in ("G2", "G6", "G1", "32/32", "G3"):
         for load in kda:

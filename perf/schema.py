@@ -9,7 +9,17 @@ from typing import Any
 
 from .cases import FILES
 
-ENVIRONMENT = ("device", "driver", "torch", "triton", "cutlass_dsl", "copy_tb_s", "matmul_tflop_s", "commit", "date")
+ENVIRONMENT: tuple[str, ...] = (
+    "device",
+    "driver",
+    "torch",
+    "triton",
+    "cutlass_dsl",
+    "copy_tb_s",
+    "matmul_tflop_s",
+    "commit",
+    "date",
+)
 ENVIRONMENT += ("command",)
 ROW = ("op", "geometry", "workload", "state_dtype", "ours_us", "floor_us", "slab_copy_us", "spread", "peers")
 NULLABLE = ("floor_us", "slab_copy_us")
@@ -69,7 +79,7 @@ def identity(row: dict[str, Any]) -> tuple[Any, ...]:
 def load(path: Path) -> dict[str, Any]:
     """Read and validate a result file. Raises SchemaError naming the file."""
     try:
-        result = json.loads(path.read_text())
+        result: dict[str, Any] = json.loads(path.read_text())
         validate(result)
     except ValueError as error:
         raise SchemaError(f"{path}: {error}") from error

@@ -24,7 +24,8 @@ def best_peer(row: Row) -> tuple[str, float] | None:
 def ours_against(row: Row, peer: str) -> float:
     """Our time for the work a peer did: in place where it can only write the slot it read."""
     in_place = row.get("ours_in_place_us")
-    return in_place if in_place is not None and peer in row.get("in_place_peers", ()) else row["ours_us"]
+    same = in_place is not None and peer in row.get("in_place_peers", ())
+    return float(in_place if same else row["ours_us"])
 
 
 def ratio_to_best(row: Row) -> float | None:
