@@ -192,12 +192,20 @@ def causal_conv1d_decode(
     """
     kernels = uses_kernels(backend, x.device)
     arguments = (x, weight, conv_state, read_ids, write_ids, positions)
-    _check("causal_conv1d_decode", *arguments, bias, activation, out, cu_seqlens=None, kernels=kernels)
     if not kernels:
+        _check("causal_conv1d_decode", *arguments, bias, activation, out, cu_seqlens=None, kernels=False)
         return reference.causal_conv1d_decode(*arguments, bias=bias, activation=activation, out=out)
-    if out is None:
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    conv_launch.launch_decode(*arguments, bias, activation, out, early=settled)
+    # A full check takes longer than the launch: the loaded function checks ranks, dtypes, sizes and strides by itself,
+    # so only what it cannot see is checked first; its refusal becomes the full check's named error.
+    try:
+        if (x.data_ptr() | conv_state.data_ptr() | weight.data_ptr()) % ALIGNMENT or activation not in ("silu", None):
+            raise ValueError
+        if out is None:
+            out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        conv_launch.launch_decode(*arguments, bias, activation, out, early=settled)
+    except (TypeError, ValueError, AttributeError, KeyError, IndexError):
+        _check("causal_conv1d_decode", *arguments, bias, activation, out, cu_seqlens=None, kernels=True)
+        raise
     return out
 
 

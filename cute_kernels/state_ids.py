@@ -43,7 +43,16 @@ def advance_state_ids(
         InvalidArgumentError, BackendUnavailableError: before any launch, nothing changed.
     """
     kernels = uses_kernels(backend, read_ids.device)
-    n, device = read_ids.shape[0], read_ids.device
+    if kernels and num_slots >= 0:
+        if read_ids.shape[0] == 0:
+            return
+        counts = num_accepted if num_accepted is not None else num_tokens
+        key = state_ids.choose(counts is not None, log_half is not None, next_write_ids is not None)
+        try:  # the loaded function checks ranks, dtypes, sizes and devices by itself, before it launches
+            _advance(key)(read_ids, write_ids, positions, counts, log_half, next_write_ids, num_slots)
+            return
+        except (TypeError, ValueError):
+            pass  # the checks below say which argument it refused
     optional = {
         "num_tokens": num_tokens,
         "num_accepted": num_accepted,
@@ -52,14 +61,9 @@ def advance_state_ids(
     }
     for name, ids in {"read_ids": read_ids, "write_ids": write_ids, "positions": positions, **optional}.items():
         if ids is not None:
-            check_ids(name, ids, n, device)
+            check_ids(name, ids, read_ids.shape[0], read_ids.device)
     if num_slots < 0:
         raise InvalidArgumentError("num_slots", num_slots, "the number of slots of the pool")
-    if not kernels:
-        reference.advance_state_ids(read_ids, write_ids, positions, num_slots=num_slots, **optional)
-        return
-    if n == 0:
-        return
-    counts = num_accepted if num_accepted is not None else num_tokens
-    key = state_ids.choose(counts is not None, log_half is not None, next_write_ids is not None)
-    _advance(key)(read_ids, write_ids, positions, counts, log_half, next_write_ids, num_slots)
+    if kernels:
+        raise InvalidArgumentError("read_ids", "ids that the kernel refuses", "contiguous int32 [N] on one device")
+    reference.advance_state_ids(read_ids, write_ids, positions, num_slots=num_slots, **optional)
