@@ -37,5 +37,8 @@ test: lint
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile tests
 	$(BIN)/compact-state demo --out out/demo
 
+test-deep: $(VENV)/.installed
+	COMPACT_STATE_SEARCH=10 $(BIN)/python -m pytest -q tests/pool/test_model.py
+
 clean:
 	rm -rf $(VENV) build out *.egg-info
