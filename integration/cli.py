@@ -8,7 +8,9 @@ from typing import Annotated
 
 import typer
 
+from ..autotune.cli import tune_command
 from ..cute_kernels.errors import CompactStateError
+from ..pool.errors import PoolError
 
 
 class BackendName(str, Enum):
@@ -82,11 +84,14 @@ def capacity(
     )
 
 
+app.command("tune")(tune_command)
+
+
 def main() -> None:
     """Entry point: an error that names its argument ends the command with its text, not with a traceback."""
     try:
         app()
-    except CompactStateError as error:
+    except (CompactStateError, PoolError) as error:
         typer.echo(f"error: {error}", err=True)
         raise SystemExit(2) from error
 
