@@ -65,10 +65,15 @@ from .layout import LayerSpec, StateLayout
 from .leases import IoLease, IoOutcome
 from .ledger import Ledger
 from .lifecycle import Lifecycle, Phase, StateRequest, StepPlan, StepRow
+from .mooncake import MooncakeConfig
 from .observe import SlotView, Snapshot, register_metrics, snapshot
 from .pool import StatePool
 from .prefix import PrefixKey
 from .slots import UNRESOLVED, Condition, Holder
+from .store import MooncakeStateStore
+from .store_keys import StoreIdentity
+from .store_report import register_store_metrics
+from .store_types import StoreSettings
 
 __all__ = [
     "UNRESOLVED",
@@ -91,6 +96,8 @@ __all__ = [
     "Ledger",
     "Lifecycle",
     "Lookup",
+    "MooncakeConfig",
+    "MooncakeStateStore",
     "Phase",
     "PoolClosedError",
     "PoolError",
@@ -109,8 +116,11 @@ __all__ = [
     "StateRequest",
     "StepPlan",
     "StepRow",
+    "StoreIdentity",
+    "StoreSettings",
     "StuckLeaseError",
     "plan_capacity",
     "register_metrics",
+    "register_store_metrics",
     "snapshot",
 ]
