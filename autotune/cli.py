@@ -25,17 +25,23 @@ def tune_command(
     budget: Annotated[float | None, typer.Option(help="Seconds after which no further case starts.")] = None,
     threshold: Annotated[float, typer.Option(help="Gain over the heuristic that makes an entry.")] = 0.02,
     build_only: Annotated[bool, typer.Option(help="Compile and check resources only; needs no GPU.")] = False,
+    from_journal: Annotated[bool, typer.Option(help="Make tables from --journal alone; needs no GPU.")] = False,
     commit: Annotated[str | None, typer.Option(help="Commit to record where the tree has no history.")] = None,
     docs: Annotated[Path | None, typer.Option(help="Page whose tables are drawn again afterwards.")] = None,
 ) -> None:
     """Sweep the specialisations of operators on this GPU and write tuning tables that the operators then read."""
     from .report import describe, refresh
-    from .runner import TuneError, tune
+    from .runner import TuneError, assemble, tune
 
     began = time.monotonic()
     for name in _split(op):
         left = None if budget is None else budget - (time.monotonic() - began)
         try:
+            if from_journal:
+                if journal is None:
+                    raise ValueError("--from-journal: allowed: with --journal FILE")
+                typer.echo(describe(assemble(name, journal, out=out, threshold=threshold)))
+                continue
             sweep = tune(
                 name, geometries=_split(geometry), workloads=_split(workload), state_dtypes=_split(state_dtype), out=out,
                 journal=journal, jobs=jobs, budget_s=left, threshold=threshold, build_only=build_only, commit=commit,

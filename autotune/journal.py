@@ -14,7 +14,8 @@ from .space import Settings, Shape
 class Trial:
     """One candidate in one case: microseconds and spread, or why it has none.
 
-    facts: what the figure depends on; a trial with other facts is not resumed.
+    is_default: the heuristic's choice when it was measured. facts: what the figure depends on; a trial with other facts is
+    not resumed.
     """
 
     case: str
@@ -50,6 +51,19 @@ class Journal:
         latest = {json.dumps(trial.settings, sort_keys=True): trial for trial in known}
         wanted = [json.dumps(settings, sort_keys=True) for settings in candidates]
         return [latest[name] for name in wanted] if all(name in latest for name in wanted) else None
+
+    def trials(self, kernel: str) -> list[Trial]:
+        """The latest trial of every case and settings of a kernel, under the facts of the journal's last one."""
+        of_kernel = [trial for trials in self._trials.values() for trial in trials if trial.kernel == kernel]
+        if not of_kernel:
+            return []
+        facts = of_kernel[-1].facts
+        latest = {
+            (trial.case, json.dumps(trial.settings, sort_keys=True)): trial
+            for trial in of_kernel
+            if trial.facts == facts
+        }
+        return list(latest.values())
 
     def add(self, trials: list[Trial]) -> None:
         """Record the trials of one case."""

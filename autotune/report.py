@@ -10,7 +10,7 @@ from ..cute_kernels.configs import tables
 from .journal import Trial
 from .runner import Sweep
 from .space import SPACES, Space
-from .store import shape_text, trial_of, verdicts
+from .store import is_default, shape_text, trial_of, verdicts
 
 MARK = "autotune"
 
@@ -20,7 +20,7 @@ def describe(sweep: Sweep) -> str:
     lines = [f"{symbol}: not timed, {reason}" for symbol, reason in sorted(sweep.rejected.items())]
     for case in dict.fromkeys(trial.case for trial in sweep.trials):
         trials = [trial for trial in sweep.trials if trial.case == case and trial.us]
-        default = next((trial for trial in trials if trial.is_default), None)
+        default = next((trial for trial in trials if is_default(_space(sweep.kernel), trial)), None)
         if default is None or default.us is None:
             lines.append(f"{case}: the heuristic's own choice has no time")
             continue
@@ -50,14 +50,18 @@ def _values(settings: dict[str, Any]) -> str:
     return "(" + " ".join(str(value) for value in settings.values()) + ")"
 
 
-def _row(case: str, trials: Sequence[Trial], chosen: dict[str, Any] | None) -> list[str]:
-    default = next(trial for trial in trials if trial.is_default)
-    best = min((trial for trial in trials if trial.us), key=lambda trial: trial.us or 0.0)
-    used = next((trial for trial in trials if trial.settings == chosen and trial.us), default)
+def _row(space: Space, case: str, trials: Sequence[Trial], chosen: dict[str, Any] | None) -> list[str]:
+    timed = [trial for trial in trials if trial.us]
+    default = next(trial for trial in timed if is_default(space, trial))
+    before = next((trial for trial in timed if trial.is_default), default)
+    best = min(timed, key=lambda trial: trial.us or 0.0)
+    used = next((trial for trial in timed if trial.settings == chosen), default)
     gain = 1 - (used.us or 0.0) / (default.us or 1.0)
     text = f"{100 * gain:.1f} %" if used is not default else "heuristic stands"
-    cells = [case, f"{default.us:.2f}", _sets(default.settings), f"{best.us:.2f}", _sets(best.settings), text]
-    return cells
+    cells = [case]
+    for trial in (before, default, used, best):
+        cells += [f"{trial.us:.2f} {_values(trial.settings)}"]
+    return [*cells, text]
 
 
 def _chosen(entries: Sequence[dict[str, Any]], shape: dict[str, Any]) -> dict[str, Any] | None:
@@ -70,17 +74,14 @@ def table_block(path: Path) -> str:
     table = tables.read(path, path.stem)
     space, environment = _space(path.stem), table["environment"]
     trials = [trial_of(row, path.stem, {}) for row in table["timings"]]
-    timed = [
-        case
-        for case in dict.fromkeys(t.case for t in trials)
-        if any(t.is_default and t.us for t in trials if t.case == case)
-    ]
+    timed = list(dict.fromkeys(trial.case for trial in trials if trial.us and is_default(space, trial)))
     entries = table["entries"]
-    header = ["case", "heuristic us", "heuristic", "best us", "best", "gain of the table"]
+    names = ", ".join(trials[0].settings) if trials else ""
+    header = ["case", "heuristic when swept", "heuristic now", "used", "best", "gain of the table"]
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     for case in timed:
         of_case = [trial for trial in trials if trial.case == case]
-        lines.append("| " + " | ".join(_row(case, of_case, _chosen(entries, of_case[0].shape))) + " |")
+        lines.append("| " + " | ".join(_row(space, case, of_case, _chosen(entries, of_case[0].shape))) + " |")
     errors = sorted({f"{_sets(trial.settings)}: {trial.error}" for trial in trials if trial.error})
     found = [
         f"- {shape_text(entry['match'])}, {space.size} {entry['range'][space.size][0]} to "
@@ -95,7 +96,7 @@ def table_block(path: Path) -> str:
         f"DSL {environment['cutlass_dsl']}, commit `{environment.get('commit')}`, {environment.get('date')}. {len(trials)} "
         f"trials in {len(timed)} cases ({sizes} sizes); an entry needs a gain of {100 * table.get('threshold', 0):.0f} %.",
         "\n".join(found) if found else "The heuristic is within the threshold everywhere: the table has no entry.",
-        "<details><summary>All cases</summary>\n\n" + "\n".join(lines) + "\n\n</details>",
+        f"<details><summary>All cases: us ({names})</summary>\n\n" + "\n".join(lines) + "\n\n</details>",
     ]
     parts += ["Not timed: " + "; ".join(errors) + "."] if errors else []
     return "\n\n".join(parts)

@@ -178,6 +178,32 @@ def tune(
     return sweep
 
 
+def assemble(
+    op: str,
+    journal: Path,
+    *,
+    out: Path | None = None,
+    threshold: float = store.THRESHOLD,
+    environment_facts: dict[str, Any] | None = None,
+) -> Sweep:
+    """Make the table of an operator's kernel from a journal alone, such as that of a sweep that was ended. Needs no GPU.
+
+    Args:
+        environment_facts: what else is known of where it was measured, such as the driver.
+
+    Raises TuneError where the journal has no trial of the kernel.
+    """
+    space = space_of(op)
+    trials = Journal(journal).trials(space.kernel)
+    if not trials:
+        raise TuneError(f"{journal}: no trial of {space.kernel}")
+    sweep = Sweep(space.kernel, trials=trials, resumed=len({trial.case for trial in trials}))
+    facts = trials[0].facts
+    described = {"commit": environment.commit()} | (environment_facts or {}) | facts
+    _write(sweep, space, out or tables.SHIPPED, described, facts, threshold)
+    return sweep
+
+
 def _write(
     sweep: Sweep, space: Space, out: Path, described: dict[str, Any], facts: dict[str, Any], threshold: float
 ) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..cute_kernels.configs import tables
 from .journal import Trial
-from .space import Settings, Shape, Space, match
+from .space import Settings, Shape, Space, match, settings
 
 THRESHOLD = 0.02  # what a table's choice must gain over the heuristic
 
@@ -30,10 +30,15 @@ class Verdict:
     cases: tuple[str, ...]
 
 
-def _ratios(trials: Sequence[Trial]) -> dict[str, tuple[Settings, dict[str, float]]]:
+def is_default(space: Space, trial: Trial) -> bool:
+    """Whether a trial is what the heuristic of this code chooses; the one of the sweep's code may have chosen otherwise."""
+    return trial.settings == settings(space.heuristic(**trial.shape))
+
+
+def _ratios(space: Space, trials: Sequence[Trial]) -> dict[str, tuple[Settings, dict[str, float]]]:
     """By settings: the time over the default's in each case that has both."""
     found: dict[str, tuple[Settings, dict[str, float]]] = {}
-    defaults = {trial.case: trial.us for trial in trials if trial.is_default and trial.us}
+    defaults = {trial.case: trial.us for trial in trials if trial.us and is_default(space, trial)}
     for trial in trials:
         default = defaults.get(trial.case)
         if trial.us is None or default is None:
@@ -56,13 +61,13 @@ def verdicts(space: Space, trials: Sequence[Trial]) -> dict[str, list[Verdict]]:
     for exact, sizes in grouped.items():
         for size in sorted(sizes):
             best: Verdict | None = None
-            cases = {trial.case for trial in sizes[size] if trial.is_default and trial.us}
-            for settings, by_case in _ratios(sizes[size]).values():
+            cases = {trial.case for trial in sizes[size] if trial.us and is_default(space, trial)}
+            for found, by_case in _ratios(space, sizes[size]).values():
                 if set(by_case) != cases or max(by_case.values()) > 1.0:
                     continue
                 mean = math.exp(sum(math.log(ratio) for ratio in by_case.values()) / len(by_case))
                 if best is None or mean < best.ratio:
-                    best = Verdict(size, settings, mean, tuple(sorted(by_case)))
+                    best = Verdict(size, found, mean, tuple(sorted(by_case)))
             if best is not None:
                 result.setdefault(exact, []).append(best)
     return result
@@ -99,8 +104,8 @@ def entries(space: Space, trials: Sequence[Trial], threshold: float = THRESHOLD)
     return made
 
 
-def _joins(verdict: Verdict, settings: Settings, threshold: float) -> bool:
-    return verdict.settings == settings and verdict.ratio <= 1.0 - threshold
+def _joins(verdict: Verdict, wanted: Settings, threshold: float) -> bool:
+    return verdict.settings == wanted and verdict.ratio <= 1.0 - threshold
 
 
 def _timing(trial: Trial) -> dict[str, Any]:

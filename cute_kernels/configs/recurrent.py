@@ -54,9 +54,11 @@ class RecurrentDecodeKey:
         return None
 
 
-# Measured on H200 (docs/notes/decode.md): launches overlap usefully below this many (sequence, head) pairs; above it a
-# dependent launch only occupies slots that the running kernel's own blocks need.
-PDL_MAX_HEADS = 2048
+# From the sweep in docs/autotune.md; `heads` is sequences x value heads. Starting while the launch before drains gains at
+# every size but one: KDA on a bf16 pool, where above this many heads the running blocks need the slots it takes.
+KDA_BF16_PDL_MAX_HEADS = 1024
+# A GDN bf16 row of four is the fewest instructions an element; with few heads shorter rows finish sooner.
+GDN_BF16_SMALL_HEADS = 64
 
 
 @tables.memoised
@@ -67,9 +69,11 @@ def choose(kind: Kind, state: StateDtype, heads: int) -> RecurrentDecodeKey:
 
 def heuristic(kind: Kind, state: StateDtype, heads: int) -> RecurrentDecodeKey:
     """What `choose` returns where nothing was measured. Legal for every shape."""
-    pdl = heads <= PDL_MAX_HEADS
-    rows, warps = (4, 2) if pdl or state == "bfloat16" else (2, 4)
-    return RecurrentDecodeKey(kind, state, rows, warps, pdl)
+    if kind == "gdn":
+        rows = 2 if state == "float32" or heads <= GDN_BF16_SMALL_HEADS else 4
+        return RecurrentDecodeKey(kind, state, rows, 2, True)
+    # KDA prepares a gate for every channel: one warp with the longest rows does it for the most of V.
+    return RecurrentDecodeKey(kind, state, 4, 1, state == "float32" or heads <= KDA_BF16_PDL_MAX_HEADS)
 
 
 def candidates(kind: Kind, state: StateDtype) -> list[RecurrentDecodeKey]:
@@ -88,6 +92,7 @@ def shipped() -> list[Entry]:
     keys: set[RecurrentDecodeKey] = set()
     for kind in KINDS:
         for state in STATE_DTYPES:
-            keys |= {heuristic(kind, state, heads) for heads in (1, PDL_MAX_HEADS + 1)}
+            sizes = (1, GDN_BF16_SMALL_HEADS + 1, KDA_BF16_PDL_MAX_HEADS + 1)
+            keys |= {heuristic(kind, state, heads) for heads in sizes}
             keys |= tables.shipped_keys("recurrent_decode", {"kind": kind, "state": state}, heuristic(kind, state, 1))
     return [Entry("recurrent_decode", key, ResourceBudget(max_registers=128)) for key in sorted(keys, key=repr)]
