@@ -181,7 +181,7 @@ def _verify() -> Iterator[Case]:
         for dtype in STATE_DTYPES:
             for batch in (1, 8, 32, 64, 128):
                 for tokens in (2, 3, 4, 5, 6, 8):
-                    late = batch == 32 or tokens in (3, 5)
+                    late = batch in (32, 128) or tokens in (3, 5)
                     yield Case(f"{g.kind}_verify", g, workload(f"B{batch}T{tokens}"), dtype, None, RANDOM, late=late)
             for tokens in (1, 2, 4, 8):
                 yield Case(f"{g.kind}_verify", g, workload(f"B64T{tokens}"), dtype, None, tokens)
@@ -196,7 +196,8 @@ def _prefill() -> Iterator[Case]:
     for name in ("Q1", "Q3", "Q4", "Q5", "Q7"):
         for load in gdn:
             quick = name == "Q1" and load in ("1x2048", "1x8192", "4x2048", "ragged64", "1x8192+ckpt512")
-            yield Case("gdn_prefill", geometry(name), workload(load), "float32", quick=quick)
+            late = name in ("Q4", "Q7") and load not in ("1x8192", "1x32768", "4x2048", "8x4096")
+            yield Case("gdn_prefill", geometry(name), workload(load), "float32", quick=quick, late=late)
     for name in ("Q1", "Q7"):
         for load in ("1x8192", "4x2048", "8x4096"):
             yield Case("gdn_prefill", geometry(name), workload(load), "bfloat16")
@@ -208,7 +209,8 @@ def _prefill() -> Iterator[Case]:
         for load in kda:
             for gates in GATES:
                 quick = name == "G1" and load in ("1x8192", "4x2048") and gates in ("fast", "slow")
-                late = name != "G1" and gates not in ("fast", "slow")
+                main = load in ("1x8192", "4x2048", "32x1024") if name != "G1" else gates in ("fast", "slow")
+                late = not main or gates == "bound" or (name != "G1" and gates == "trained")
                 yield Case("kda_prefill", geometry(name), workload(load), "float32", gates, quick=quick, late=late)
     for load in ("1x8192", "1x32768", "4x2048"):
         for gates in GATES[:-1]:  # the softplus gate has no bound
@@ -221,14 +223,23 @@ def _conv() -> Iterator[Case]:
     for name in ("G1", "G4", "Q1", "Q5"):
         for load in ("1x2048", "1x8192", "1x32768", "8x1024", FLASHKDA_LENGTHS, "ragged64", "1x8192+ckpt512"):
             quick = name == "Q1" and load in ("1x8192", "ragged64")
-            yield Case("causal_conv1d_prefill", geometry(name), workload(load), "bfloat16", quick=quick)
+            late = name in ("G4", "Q5")
+            yield Case("causal_conv1d_prefill", geometry(name), workload(load), "bfloat16", quick=quick, late=late)
         for batch in BATCHES:
             quick = name == "Q1" and batch in (8, 256)
-            yield Case("causal_conv1d_decode", geometry(name), workload(f"B{batch}"), "bfloat16", quick=quick)
+            late = name in ("G4", "Q5") or batch not in (1, 8, 64, 256)
+            yield Case(
+                "causal_conv1d_decode", geometry(name), workload(f"B{batch}"), "bfloat16", quick=quick, late=late
+            )
+
+
+def registry_order(case: Case) -> tuple[object, ...]:
+    """Order of rows in a file: by operator, dtype and geometry."""
+    return OPS.index(case.op), case.state_dtype, case.geometry.id, case.workload.rows, case.workload.tokens
 
 
 def registry() -> list[Case]:
-    """Every case once: what matters first, then by operator and geometry."""
+    """Every case once: the short matrix, the others, the late ones; within each by operator and geometry."""
     cases = [*_decode(), *_verify(), *_prefill(), *_conv()]
     unique = {case.name: case for case in cases}
     return sorted(

@@ -14,7 +14,7 @@ import torch
 
 from . import environment, peers, schema
 from .bench import Prepared, gate
-from .cases import Case
+from .cases import Case, registry_order
 from .inputs import Workspace
 from .timing import GraphTimer, Timer, Timings, WallTimer, host_microseconds
 
@@ -175,6 +175,8 @@ def describe(row: dict[str, Any]) -> str:
 
 def write(result: dict[str, Any], out: Path, by_case: dict[str, Case]) -> list[Path]:
     """Write the result: a `.json` path takes all rows, a folder one file a family. Nothing invalid is written."""
+    ordered = sorted(result["rows"], key=lambda row: registry_order(by_case[row["case"]]))
+    result = result | {"rows": ordered}
     if out.suffix == ".json":
         targets = {out: result}
     else:
