@@ -7,6 +7,7 @@ with `close`, and the owner also when this process ends. The wheel's client list
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -44,6 +45,7 @@ class LoopbackMooncake:
         put_discard_s: int = 2,
         start_owner: bool = True,
     ) -> None:
+        os.environ.setdefault("MC_LOG_LEVEL", "WARNING")  # read when the wheel is loaded
         client_class()
         self.folder, self.segment_bytes = Path(folder), segment_bytes
         self._options = [
@@ -113,7 +115,7 @@ class LoopbackMooncake:
         assert self.owner is not None
         self.owner.send_signal(signal.SIGSTOP if paused else signal.SIGCONT)
 
-    def keys(self) -> list[str]:
+    def list_keys(self) -> list[str]:
         """Keys that the master lists."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.admin_port}/get_all_keys", timeout=5) as answer:
             text = answer.read().decode()

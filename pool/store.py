@@ -265,6 +265,8 @@ class MooncakeStateStore(StoreBase):
             if outcome.ok and active.entry is not None:
                 active.entry.stored = True
             return
+        if outcome.ok and isinstance(lease.entry, IndexEntry):
+            lease.entry.stored = True
         self.counters.gets_ok += outcome.error is None
         self.counters.gets_failed += outcome.error is not None
         if outcome.error is not None:

@@ -30,6 +30,7 @@ REASONS = {
     "gpu": _gpu_reason,
     "compile": lambda: _missing("cutlass"),
     "lmdeploy": lambda: _missing("lmdeploy"),
+    "mooncake": lambda: _missing("mooncake"),
 }
 
 
