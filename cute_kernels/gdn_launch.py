@@ -1,4 +1,4 @@
-"""Launch chunkwise GDN prefill."""
+"""Launch chunkwise GDN prefill: one kernel, or three where rows may be long enough to be run in parts."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import torch
 
 from .checkpoints import Checkpoints
 from .compile.cache import jit_cache
-from .configs.prefill import GdnPrefillKey
+from .configs.prefill import LONG_LENGTH, GdnPrefillKey, SegmentStatesKey, parts_of_long_rows
 
 gdn_prefill = jit_cache("gdn_prefill")
+segment_states = jit_cache("segment_states")
 
 STATE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
@@ -30,11 +31,15 @@ def launch_chunked(
     checkpoints: Checkpoints | None,
     scale: float | None,
     qk_l2norm: bool,
+    min_tokens: int = 0,
+    long_length: int = LONG_LENGTH,
 ) -> None:
     """Run packed sequences of any lengths, zero included, on the current stream.
 
-    The arguments are those of `gdn.gdn_prefill`, already checked, with at least one sequence. Rows of `out` beyond
-    `cu_seqlens[N]` are not written.
+    The arguments are those of `gdn.gdn_prefill`, already checked, with at least one sequence. Nothing of a sequence with
+    fewer than `min_tokens` tokens is read or written, nor are rows of `out` beyond `cu_seqlens[N]`. Rows of `long_length`
+    tokens or more run in parts (`kernels/gdn_prefill.py`), which takes a workspace of 128 KiB a head and inner segment; how
+    many there may be follows from shapes alone.
     """
     tokens, hk, width = q.shape
     hv = v.shape[1]
@@ -45,11 +50,21 @@ def launch_chunked(
     if tokens == 0:  # states still move between slots; the loads of a chunk without tokens need an address
         q, k, v, out = (x.new_zeros(1, *x.shape[1:]) for x in (q, k, v, out))
         a, b = (x.new_zeros(1, hv) for x in (a, b))
-    run = gdn_prefill(GdnPrefillKey(STATE_NAMES[state.dtype]))
-    run(
-        *(_rows(x) for x in (q, k, v)), a, b, A_log, dt_bias, state.flatten(1), read_ids, write_ids, cu_seqlens, *plan,
-        _rows(out), hk, hv, state.shape[0], has_plan, int(qk_l2norm), width**-0.5 if scale is None else scale,
-    )  # fmt: skip
+    parts = parts_of_long_rows(hv)
+    long_rows = min(tokens // long_length, read_ids.shape[0]) if parts > 1 else 0
+    slots = 2 * long_rows * (parts - 1)
+    work = torch.empty(max(slots, 1), state[0].numel() if slots else 4, dtype=torch.float32, device=q.device)
+    name = STATE_NAMES[state.dtype]
+    tensors = (*(_rows(x) for x in (q, k, v)), a, b, A_log, dt_bias, state.flatten(1), read_ids, write_ids, cu_seqlens)
+    sizes = (hk, hv, state.shape[0])
+    rest = (int(qk_l2norm), min_tokens, long_rows, long_length, parts, width**-0.5 if scale is None else scale)
+    target = _rows(out)
+    if long_rows:
+        no_plan = (cu_seqlens, cu_seqlens, cu_seqlens)
+        gdn_prefill(GdnPrefillKey(name, transition=True))(*tensors, *no_plan, target, work, *sizes, 0, *rest)
+        if parts > 2:
+            segment_states(SegmentStatesKey())(work, hv, parts, long_rows)
+    gdn_prefill(GdnPrefillKey(name))(*tensors, *plan, target, work, *sizes, has_plan, *rest)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

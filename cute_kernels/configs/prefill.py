@@ -2,8 +2,8 @@
 
 Budget of one GDN block (one sequence and value head, 512 threads, one block a multiprocessor):
 
-    registers   2 state warpgroups x 176, pairs 96, data 64: 512 a lane of four warps = the whole file
-    shared      K 3 x 16 KiB, Q, V, K' 2 x 16 KiB, T', P 2 x 8 KiB, output 2 x 17 KiB, work matrix 9 KiB, vectors 4 KiB
+    registers   2 state warpgroups x 176, pairs 104, data 56: 512 a lane of four warps = the whole file
+    shared      K, Q, V 3 x 16 KiB, K' 2 x 16 KiB, T', P 2 x 8 KiB, work matrix 9 KiB, vectors 3 x 2.5 KiB; output over V
 """
 
 from __future__ import annotations
@@ -22,24 +22,56 @@ class GdnPrefillKey:
 
     Attributes:
         state_dtype: element type of the pool.
+        transition: the launch that finds what segments of long rows do to a state.
         debug: "" in shipped kernels. "bounded": a wait that lasts too long ends its warp; "profile": cycles waited are added
             up. Both write to the tensor passed as checkpoint slots, which then holds 16 words for each of 16 warps.
     """
 
     state_dtype: StateDtype = "float32"
+    transition: bool = False
     debug: Literal["", "bounded", "profile"] = ""
 
     def symbol(self) -> str:
         """C identifier of this specialisation."""
         state = "f32" if self.state_dtype == "float32" else "bf16"
-        return f"gdn_prefill_{state}{'_' if self.debug else ''}{self.debug}"
+        kind = "transition" if self.transition else "prefill"
+        return f"gdn_{kind}_{state}{'_' if self.debug else ''}{self.debug}"
 
     def shared_bytes(self) -> int:
         """Shared memory of one block."""
-        return 229_376
+        return 231_424
+
+
+@dataclass(frozen=True)
+class SegmentStatesKey:
+    """The kernel that composes segments; one specialisation."""
+
+    def symbol(self) -> str:
+        """C identifier of this specialisation."""
+        return "segment_states"
+
+
+LONG_LENGTH = 8192
+
+
+def parts_of_long_rows(hv: int) -> int:
+    """Segments of a row of `LONG_LENGTH` tokens or more; 1 where the heads alone occupy the chip.
+
+    The number must not depend on the batch, or a row's bits would: parts are chosen so that one such row fills the chip.
+    """
+    if hv <= 8:
+        return 16
+    if hv <= 16:
+        return 8
+    return 3 if hv <= 40 else 1
 
 
 def shipped() -> list[Entry]:
     """The specialisations built ahead of time."""
     budget = ResourceBudget(max_registers=128)
-    return [Entry("gdn_prefill", GdnPrefillKey(state), budget) for state in ("float32", "bfloat16")]
+    chunks = [
+        Entry("gdn_prefill", GdnPrefillKey(state, transition), budget)
+        for state in ("float32", "bfloat16")
+        for transition in (False, True)
+    ]
+    return [*chunks, Entry("segment_states", SegmentStatesKey(), ResourceBudget(max_registers=255))]

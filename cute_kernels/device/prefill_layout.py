@@ -13,6 +13,8 @@ TILE_BYTES = CHUNK * 64 * 2
 OPERAND_BYTES = 2 * TILE_BYTES
 STATE_ELEMENTS = HEAD * HEAD
 OUT_PITCH = 272  # bytes of an output row in shared memory: 16 bytes of padding spread the rows over the banks
+INPUT_STAGES = 3  # GDN: K, Q, V and vectors
+WORK_STAGES = 2  # GDN: K', T' and P
 LOWER_PITCH = 144  # bytes of a row of the triangular work matrix, padded for the same reason
 
 
@@ -39,6 +41,9 @@ class Flag(enum.IntFlag):
     FIRST = 1  # of its sequence and head: load the state
     LAST = 2  # store the state
     STOP = 4  # no chunk: the block's work is done
+    WORKSPACE = 8  # the state to load is in the workspace, not in the pool
+    IDENTITY = 16  # the state starts as the identity and the values are zero: the segment's transition
+    KEEP_START = 32  # copy the loaded state to the workspace
 
 
 class Field(enum.IntEnum):

@@ -1,34 +1,15 @@
-"""Row work of the data role: squared norms of operand rows, and finished output rows to global memory."""
+"""Row work of the data role that GDN and KDA share: who holds a norm, and finished output rows to global memory."""
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Int32
 
-from .prefill_layout import OUT_PITCH, TILE_BYTES, tile_address
+from .prefill_layout import OUT_PITCH
 from .state_io import row_ptr
-from .warp_ops import ldmatrix4, mma_16816
-
-
-@cute.jit
-def squared_norms(base: Int32, row: Int32, lane: Int32):
-    """Sum of squares of 16 bf16 operand rows from `row` on, 128 columns, by one warp.
-
-    The diagonal of X X^T: products of bf16 are exact in fp32 and one matrix instruction replaces 128 multiply-adds of a lane.
-    Lanes with `owns_norms(lane)` hold the result: rows `row + lane // 4` and `row + 8 + lane // 4`. A row that is not finite
-    spoils its own sum alone.
-    """
-    first = [Float32(0.0)] * 4
-    second = [Float32(0.0)] * 4
-    for k in cutlass.range_constexpr(8):
-        a = ldmatrix4(tile_address(base + (k // 4) * TILE_BYTES, row + (lane & 15), 2 * (k % 4) + (lane >> 4)))
-        first = mma_16816(a, (a[0], a[2]), first, "bf16")
-        second = mma_16816(a, (a[1], a[3]), second, "bf16")
-    odd = ((lane >> 2) & 1) != 0
-    return (first[1] if odd else first[0]), (second[3] if odd else second[2])
 
 
 def owns_norms(lane):
-    """Whether `squared_norms` left the diagonal of rows lane // 4 and lane // 4 + 8 in this lane."""
+    """Whether `squared_norms` left the sums of rows lane // 4 and lane // 4 + 8 of a block in this lane."""
     return (lane & 3) == (lane >> 3)
 
 

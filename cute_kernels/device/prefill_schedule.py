@@ -1,6 +1,9 @@
-"""The chunk list of a sequence.
+"""The segments of a sequence and the chunk list of a segment.
 
-Chunks end at every multiple of 64 tokens from the sequence's start, at every kept state and at the sequence's end. The list
+A sequence of at least `long_length` tokens is cut into `parts` segments of equal length, a multiple of 64, the last ones shorter
+or empty; others are one segment. Both depend on this sequence's length alone.
+
+Chunks end at every multiple of 64 tokens from the sequence's start, at every kept state and at the segment's end. The list
 depends on this sequence alone, so a row's bits do not depend on the batch. A state kept off the grid costs one more chunk.
 """
 
@@ -46,3 +49,30 @@ def next_chunk(
     kept_slot = kept_slot if keeps else Int32(-1)
     entry = entry + 1 if keeps else entry
     return end, kept_slot, entry
+
+
+@cute.jit
+def find_long_row(mCu: cute.Tensor, rows: Int32, index: Int32, long_length: Int32, lane: Int32):
+    """The `index`-th sequence of at least `long_length` tokens, or -1; all lanes of one warp."""
+    found, base, seen = Int32(-1), Int32(0), Int32(0)
+    while (base < rows) & (found < 0):
+        i = base + lane
+        length = Int32(0)
+        if i < rows:
+            length = mCu[i + 1] - mCu[i]
+        is_long = length >= long_length
+        mask = cute.arch.vote_ballot_sync(is_long)
+        rank = seen + cute.arch.popc(mask & ((Int32(1) << lane) - 1))
+        hit = cute.arch.vote_ballot_sync(is_long & (rank == index))
+        if hit != 0:
+            found = base + cute.arch.popc(hit - 1)
+        seen += cute.arch.popc(mask)
+        base += 32
+    return cute.arch.make_warp_uniform(found)
+
+
+@cute.jit
+def segment_bounds(length: Int32, segment: Int32, parts: Int32):
+    """First and last-plus-one token of a segment of a long sequence."""
+    size = ((length + parts * CHUNK - 1) // (parts * CHUNK)) * CHUNK
+    return cutlass.min(segment * size, length), cutlass.min((segment + 1) * size, length)

@@ -14,13 +14,13 @@ v = 16 warp + lane // 4 (+ 8) of its slab and columns 8 n + 2 (lane % 4), + 1.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32
+from cutlass import BFloat16, Float32, Int32, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from .memory import narrow
-from .prefill_layout import CHUNK, HEAD, OUT_PITCH, STATE_ELEMENTS
+from .prefill_layout import CHUNK, HEAD, OUT_PITCH, STATE_ELEMENTS, tile_address
 from .state_io import slot_is_valid, slot_ptr
-from .warp_ops import fragment_words, ldmatrix4, load_shared, pack_bf16, pack_f16, stmatrix4, unpack_bf16
+from .warp_ops import fragment_words, ldmatrix4, load_shared, pack_bf16, pack_f16, stmatrix4, store_shared, unpack_bf16
 
 
 def state_mma(dtype, columns, right_major, slabs):
@@ -80,6 +80,24 @@ def store_state(S, mPool: cute.Tensor, slot: Int32, num_slots: Int32, head: Int3
 
 
 @cute.jit
+def identity_state(S, row: Int32, column: Int32):
+    """S <- the thread's part of the identity."""
+    for i in cutlass.range_constexpr(cute.size(S)):
+        v = row + 8 * ((i >> 1) & 1)
+        S[i] = Float32(1.0) if column + 8 * (i >> 2) + (i & 1) == v else Float32(0.0)
+
+
+@cute.jit
+def clear_tile_columns(tile: Int32, warp: Int32, lane: Int32):
+    """Zero the 16 columns of a swizzled tile that belong to the warp's V rows."""
+    zero = Uint32(0)
+    for step in cutlass.range_constexpr(4):
+        row = 16 * step + (lane >> 1)
+        store_shared(tile_address(tile, row, 2 * warp + (lane & 1)), zero, zero, zero, zero)
+    cute.arch.sync_warp()
+
+
+@cute.jit
 def scale_columns(acc, vector: Int32, lane: Int32):
     """acc[v, i] *= vector[i]; `vector` is the shared address of the chunk's fp32 factors."""
     for n in cutlass.range_constexpr(cute.size(acc) // 4):
@@ -95,7 +113,7 @@ def residual(Y, value: Int32, vector: Int32, count: Int32, warp: Int32, lane: In
     `value` is the address of the slab's V tile (64 tokens x 64 columns), `warp` the warp in its warpgroup.
     """
     row = (lane & 7) + ((lane >> 4) << 3)
-    start = value + row * 128 + (((2 * warp + ((lane >> 3) & 1)) ^ (lane & 7)) << 4)
+    start = tile_address(value, row, 2 * warp + ((lane >> 3) & 1))
     for block in cutlass.range_constexpr(4):
         words = ldmatrix4(start + block * 2048, transpose=True)
         for half in cutlass.range_constexpr(2):
@@ -125,6 +143,16 @@ def store_output(O, address: Int32, slab: Int32, warp: Int32, lane: Int32):
     for block in cutlass.range_constexpr(4):
         words = [pack_bf16(O[8 * block + 2 * p], O[8 * block + 2 * p + 1]) for p in range(4)]
         stmatrix4(start + block * 16 * OUT_PITCH, *words, transpose=True)
+
+
+@cute.jit
+def store_output_tile(O, tile: Int32, warp: Int32, lane: Int32):
+    """O^T of a slab, rounded to bf16, as token rows of a swizzled tile; each warp writes the 16 columns of its own V rows."""
+    row = (lane & 7) + ((lane >> 4) << 3)
+    start = tile_address(tile, row, 2 * warp + ((lane >> 3) & 1))
+    for block in cutlass.range_constexpr(4):
+        words = [pack_bf16(O[8 * block + 2 * p], O[8 * block + 2 * p + 1]) for p in range(4)]
+        stmatrix4(start + block * 2048, *words, transpose=True)
 
 
 @cute.jit

@@ -97,6 +97,19 @@ class Ring:
             cute.arch.mbarrier_arrive_and_expect_tx(self.full + stage, transferred)
 
 
+class Bundle:
+    """Rings and shared addresses that a block's roles have in common; nothing in it changes in a loop."""
+
+    def __init__(self, **parts):
+        self.__dict__.update(parts)
+
+    def __extract_mlir_values__(self):
+        return []
+
+    def __new_from_mlir_values__(self, values):
+        return self
+
+
 @cute.jit
 def advance(stage: Int32, parity: Int32, stages: cutlass.Constexpr):
     """The next stage of a ring and its parity."""

@@ -104,3 +104,9 @@ def sum_scan(x: Float32, lane: Int32) -> Float32:
         below = cute.arch.shuffle_sync_up(x, offset=1 << step, mask_and_clamp=0)
         x = x + below if lane >= (1 << step) else x
     return x
+
+
+@cute.jit
+def pick(condition, yes, no):
+    """`yes` where the condition holds, else `no`; for helpers that run while the kernel is traced."""
+    return yes if condition else no

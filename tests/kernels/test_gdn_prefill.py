@@ -1,7 +1,9 @@
-"""GDN prefill on the GPU against the float64 recurrence, through the public operator and through its chunked kernels alone."""
+"""GDN prefill on the GPU against the float64 recurrence, through the public operator and through its chunked kernels alone, in
+one piece and in parts."""
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -23,21 +25,23 @@ pytestmark = pytest.mark.gpu
 
 LENGTHS = (0, 1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 130, 1000)
 DTYPES = (torch.float32, torch.bfloat16)
-PATHS = ("public", "chunked")
+PATHS = ("public", "chunked", "parts")
 
 
 def public(*arguments, out=None, **options):
     return gdn_prefill(*arguments, out=out, backend="kernels", **options)
 
 
-def chunked(q, k, v, *arguments, out=None, checkpoints=None, scale=None, qk_l2norm=True):
+def chunked(q, k, v, *arguments, out=None, checkpoints=None, scale=None, qk_l2norm=True, **options):
     """The chunked kernels whatever the lengths are."""
     out = torch.empty_like(v, memory_format=torch.contiguous_format) if out is None else out
-    gdn_launch.launch_chunked(q, k, v, *arguments, out, checkpoints=checkpoints, scale=scale, qk_l2norm=qk_l2norm)
+    gdn_launch.launch_chunked(
+        q, k, v, *arguments, out, checkpoints=checkpoints, scale=scale, qk_l2norm=qk_l2norm, **options
+    )
     return out
 
 
-RUN = {"public": public, "chunked": chunked}
+RUN = {"public": public, "chunked": chunked, "parts": functools.partial(chunked, long_length=128)}
 
 
 def bits(tensor):
@@ -105,10 +109,16 @@ def test_lengths(length, dtype, path):
     check([length], dtype=dtype, path=path)
 
 
+@pytest.mark.parametrize("path", ["chunked", "parts"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dataset", DATASETS)
-def test_E10_datasets(dataset, dtype):
-    check([1000, 200], dtype=dtype, dataset=dataset)
+def test_E10_datasets(dataset, dtype, path):
+    check([1000, 200], dtype=dtype, dataset=dataset, path=path)
+
+
+@pytest.mark.parametrize("hv", [4, 16, 32])
+def test_every_number_of_parts(hv):
+    check([1000, 127, 128, 129, 640], hk=2, hv=hv, dataset="trained", path="parts")
 
 
 @pytest.mark.parametrize(("hk", "hv"), [(1, 1), (1, 6), (3, 3), (2, 8), (4, 16), (16, 16), (16, 32), (16, 48)])
