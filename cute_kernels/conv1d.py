@@ -15,6 +15,7 @@ import torch
 
 from . import conv_launch, reference
 from .checkpoints import Checkpoints
+from .configs.conv1d import WIDTHS
 from .delta_rule import check_checkpoints
 from .draft_log import DraftLog
 from .errors import InvalidArgumentError, UnsupportedConfigError
@@ -34,8 +35,14 @@ from .validation import (
 )
 
 Activation = Literal["silu"] | None
-KERNEL_WIDTHS = (2, 3, 4)
+ACTIVATIONS = ("silu", None)
 CHANNEL_VECTOR = 8  # channels a thread; C is a multiple of it
+
+
+def _runs_kernels(backend: Backend, x: torch.Tensor) -> bool:
+    if not isinstance(x, torch.Tensor):
+        raise InvalidArgumentError("x", type(x).__name__, "a tensor [rows, C]")
+    return uses_kernels(backend, x.device)
 
 
 def _check(
@@ -53,8 +60,8 @@ def _check(
     cu_seqlens: torch.Tensor | None,
     kernels: bool,
 ) -> None:
-    if not isinstance(x, torch.Tensor) or x.dim() != 2:
-        raise InvalidArgumentError("x", getattr(x, "shape", type(x).__name__), "a tensor [rows, C]")
+    if x.dim() != 2:
+        raise InvalidArgumentError("x", x.shape, "a tensor [rows, C]")
     if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
         raise InvalidArgumentError("weight", getattr(weight, "shape", type(weight).__name__), "a tensor [C, W]")
     device, (rows, channels), width = x.device, x.shape, weight.shape[1]
@@ -63,16 +70,16 @@ def _check(
     check_tensor("weight", weight, (channels, width), FLOAT_DTYPES, device)
     check_rows("weight", weight)
     check_pool("conv_state", conv_state, (width, channels), (x.dtype,), device)
-    check_choice("activation", activation, ("silu", None))
+    check_choice("activation", activation, ACTIVATIONS)
     if bias is not None:
         check_tensor("bias", bias, (channels,), FLOAT_DTYPES, device)
-    sequences = read_ids.shape[0] if isinstance(read_ids, torch.Tensor) and read_ids.dim() == 1 else rows
+    sequences = rows
+    if cu_seqlens is not None and isinstance(read_ids, torch.Tensor) and read_ids.dim() == 1:
+        sequences = read_ids.shape[0]
     for name, ids in (("read_ids", read_ids), ("write_ids", write_ids), ("positions", positions)):
         check_ids(name, ids, sequences, device)
     if cu_seqlens is not None:
         check_ids("cu_seqlens", cu_seqlens, sequences + 1, device)
-    elif sequences != rows:
-        raise InvalidArgumentError("read_ids", f"{sequences} ids", f"{rows} ids, one for each row of x")
     if out is not None:
         check_tensor("out", out, (rows, channels), (x.dtype,), device)
         check_rows("out", out)
@@ -88,16 +95,29 @@ def _check_kernel(
     check_kernel_dtype(operator, "weight", weight.dtype, exact)
     if bias is not None and bias.dtype != weight.dtype:
         raise UnsupportedConfigError(f"{operator}: bias is {bias.dtype}; allowed with kernels: weight's {weight.dtype}")
-    if weight.shape[1] not in KERNEL_WIDTHS or x.shape[1] % CHANNEL_VECTOR:
-        raise UnsupportedConfigError(
-            f"{operator}: width {weight.shape[1]}, {x.shape[1]} channels; allowed with kernels: width 2, 3 or 4 and a "
-            f"multiple of {CHANNEL_VECTOR} channels (backend='reference' serves others)"
-        )
+    _check_kernel_shape(operator, weight.shape[1], x.shape[1])
     check_alignment("x", x)
-    if weight.data_ptr() % ALIGNMENT:
-        raise InvalidArgumentError("weight", f"address {weight.data_ptr():#x}", f"a multiple of {ALIGNMENT} B")
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is not None and not _is_dense(parameter):
+            raise InvalidArgumentError(
+                name,
+                f"address {parameter.data_ptr():#x}, strides {list(parameter.stride())}",
+                f"a contiguous tensor at a multiple of {ALIGNMENT} B",
+            )
     if out is not None:
         check_alignment("out", out)
+
+
+def _check_kernel_shape(operator: str, width: int, channels: int) -> None:
+    if width not in WIDTHS or channels % CHANNEL_VECTOR:
+        raise UnsupportedConfigError(
+            f"{operator}: width {width}, {channels} channels; allowed with kernels: width 2, 3 or 4 and a "
+            f"multiple of {CHANNEL_VECTOR} channels (backend='reference' serves others)"
+        )
+
+
+def _is_dense(parameter: torch.Tensor) -> bool:
+    return parameter.is_contiguous() and parameter.data_ptr() % ALIGNMENT == 0
 
 
 def _check_draft(
@@ -105,12 +125,16 @@ def _check_draft(
 ) -> None:
     if not isinstance(log, DraftLog) or log.x is None:
         raise InvalidArgumentError("draft_log", "no log of conv inputs", "a DraftLog allocated with channels")
-    check_tensor("draft_log.x", log.x, (log.batch, 2, log.max_tokens, channels), (dtype,), log.x.device)
-    check_ids("num_accepted", num_accepted, read_ids.shape[0], read_ids.device)
+    sequences, device = read_ids.shape[0], read_ids.device
+    check_tensor("draft_log.x", log.x, (log.batch, 2, log.max_tokens, channels), (dtype,), device)
+    if not log.x.is_contiguous():
+        raise InvalidArgumentError("draft_log.x", f"strides {list(log.x.stride())}", "a contiguous tensor")
+    check_ids("draft_log.half", log.half, log.batch, device)
+    check_ids("num_accepted", num_accepted, sequences, device)
     if log.rows is not None:
-        check_ids("draft_log.rows", log.rows, read_ids.shape[0], read_ids.device)
-    elif read_ids.shape[0] > log.batch:
-        raise InvalidArgumentError("draft_log", f"{log.batch} log rows", f"at least {read_ids.shape[0]}, or rows")
+        check_ids("draft_log.rows", log.rows, sequences, device)
+    elif sequences > log.batch:
+        raise InvalidArgumentError("draft_log", f"{log.batch} log rows", f"at least {sequences}, or rows")
 
 
 @annotated
@@ -147,7 +171,7 @@ def causal_conv1d_prefill(
     Raises:
         InvalidArgumentError, UnsupportedConfigError, BackendUnavailableError: before any launch, nothing changed.
     """
-    kernels = uses_kernels(backend, x.device)
+    kernels = _runs_kernels(backend, x)
     arguments = (x, weight, conv_state, read_ids, write_ids, positions)
     _check("causal_conv1d_prefill", *arguments, bias, activation, out, cu_seqlens=cu_seqlens, kernels=kernels)
     if checkpoints is not None:
@@ -190,22 +214,45 @@ def causal_conv1d_decode(
     Raises:
         InvalidArgumentError, UnsupportedConfigError, BackendUnavailableError: before any launch, nothing changed.
     """
-    kernels = uses_kernels(backend, x.device)
+    kernels = _runs_kernels(backend, x)
     arguments = (x, weight, conv_state, read_ids, write_ids, positions)
-    if not kernels:
-        _check("causal_conv1d_decode", *arguments, bias, activation, out, cu_seqlens=None, kernels=False)
-        return reference.causal_conv1d_decode(*arguments, bias=bias, activation=activation, out=out)
-    # A full check takes longer than the launch: the loaded function checks ranks, dtypes, sizes and strides by itself,
-    # so only what it cannot see is checked first; its refusal becomes the full check's named error.
+    if kernels:
+        return _decode(*arguments, bias, activation, settled, out)
+    _check("causal_conv1d_decode", *arguments, bias, activation, out, cu_seqlens=None, kernels=False)
+    return reference.causal_conv1d_decode(*arguments, bias=bias, activation=activation, out=out)
+
+
+def _decode(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    conv_state: torch.Tensor,
+    read_ids: torch.Tensor,
+    write_ids: torch.Tensor,
+    positions: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: Activation,
+    settled: bool,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    """Check and run one token on the current stream.
+
+    A full check takes longer than the launch. The loaded function checks ranks, dtypes, sizes, strides and devices by
+    itself before it launches, so only what it cannot see is checked here; its refusal becomes the full check's named error.
+    """
+    arguments = (x, weight, conv_state, read_ids, write_ids, positions)
     try:
-        if (x.data_ptr() | conv_state.data_ptr() | weight.data_ptr()) % ALIGNMENT or activation not in ("silu", None):
-            raise ValueError
         if out is None:
-            out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        conv_launch.launch_decode(*arguments, bias, activation, out, early=settled)
+            out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        unfit = (x.data_ptr() | conv_state.data_ptr() | out.data_ptr()) % ALIGNMENT or not _is_dense(weight)
+        if unfit or weight.shape[1] not in WIDTHS or activation not in ACTIVATIONS or x.shape[0] == 0:
+            raise ValueError
+        if bias is not None and (bias.shape != weight.shape[:1] or not _is_dense(bias)):
+            raise ValueError
+        conv_launch.launch_decode(*arguments, bias, activation, out, settled=settled)
     except (TypeError, ValueError, AttributeError, KeyError, IndexError):
         _check("causal_conv1d_decode", *arguments, bias, activation, out, cu_seqlens=None, kernels=True)
-        raise
+        if x.shape[0] != 0:
+            raise
     return out
 
 
@@ -239,7 +286,7 @@ def causal_conv1d_verify(
     Raises:
         InvalidArgumentError, UnsupportedConfigError, BackendUnavailableError: before any launch, nothing changed.
     """
-    kernels = uses_kernels(backend, x.device)
+    kernels = _runs_kernels(backend, x)
     arguments = (x, weight, conv_state, read_ids, write_ids, positions)
     _check("causal_conv1d_verify", *arguments, bias, activation, out, cu_seqlens=cu_seqlens, kernels=kernels)
     _check_draft(draft_log, num_accepted, read_ids, x.shape[1], x.dtype)
@@ -249,7 +296,7 @@ def causal_conv1d_verify(
         )
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    conv_launch.launch_verify(*arguments, cu_seqlens, draft_log, num_accepted, bias, activation, out, early=settled)
+    conv_launch.launch_verify(*arguments, cu_seqlens, draft_log, num_accepted, bias, activation, out, settled=settled)
     return out
 
 
@@ -271,10 +318,17 @@ def causal_conv1d_commit(
     """
     if not isinstance(conv_state, torch.Tensor) or conv_state.dim() != 3:
         raise InvalidArgumentError("conv_state", getattr(conv_state, "shape", "no tensor"), "a pool [S, W, C]")
-    kernels = uses_kernels(backend, conv_state.device)
+    kernels, device = uses_kernels(backend, conv_state.device), conv_state.device
+    width, channels = conv_state.shape[1:]
+    check_pool("conv_state", conv_state, (width, channels), FLOAT_DTYPES, device)
+    if not isinstance(read_ids, torch.Tensor) or read_ids.dim() != 1:
+        raise InvalidArgumentError("read_ids", getattr(read_ids, "shape", type(read_ids).__name__), "int32 [N]")
     for name, ids in (("read_ids", read_ids), ("write_ids", write_ids), ("positions", positions)):
-        check_ids(name, ids, read_ids.shape[0], conv_state.device)
-    _check_draft(draft_log, num_accepted, read_ids, conv_state.shape[2], conv_state.dtype)
+        check_ids(name, ids, read_ids.shape[0], device)
+    _check_draft(draft_log, num_accepted, read_ids, channels, conv_state.dtype)
+    if kernels:
+        check_kernel_dtype("causal_conv1d_commit", "conv_state", conv_state.dtype, (torch.bfloat16,))
+        _check_kernel_shape("causal_conv1d_commit", width, channels)
     arguments = (conv_state, read_ids, write_ids, positions, draft_log, num_accepted)
     if kernels:
         conv_launch.launch_commit(*arguments)

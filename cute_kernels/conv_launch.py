@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from .checkpoints import Checkpoints
 from .compile.cache import jit_cache
-from .configs.conv1d import ConvCommitKey, Dtype, choose_decode, choose_prefill, choose_verify
+from .configs.conv1d import (
+    BIAS,
+    CHECKPOINTS,
+    MAPPED,
+    SETTLED,
+    SILU,
+    ConvCommitKey,
+    Dtype,
+    choose_decode,
+    choose_prefill,
+    choose_verify,
+)
 from .draft_log import DraftLog
 
 _DTYPES: dict[torch.dtype, Dtype] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -18,13 +27,21 @@ _prefill = jit_cache("conv1d_prefill")
 _verify = jit_cache("conv1d_verify")
 
 
-def _form(weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> Any:
-    return weight.shape[1], _DTYPES[weight.dtype], bias is not None, activation == "silu"
+def _form(weight: torch.Tensor) -> tuple[int, Dtype]:
+    return weight.shape[1], _DTYPES[weight.dtype]
+
+
+def _options(
+    weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, settled: bool = False
+) -> tuple[torch.Tensor, int]:
+    """The bias as a matrix (the taps stand in for an absent one) and the flags."""
+    flags = (SETTLED if settled else 0) | (SILU if activation == "silu" else 0)
+    return (weight, flags) if bias is None else (bias[None], flags | BIAS)
 
 
 def _rows(log: DraftLog, ids: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Log rows of the batch and whether they are used; without a map any `[N]` tensor stands in."""
-    return (ids, 0) if log.rows is None else (log.rows, 1)
+    """Log rows of the batch and their flag; without a map any `[N]` tensor stands in."""
+    return (ids, 0) if log.rows is None else (log.rows, MAPPED)
 
 
 def launch_decode(
@@ -38,17 +55,17 @@ def launch_decode(
     activation: str | None,
     out: torch.Tensor,
     *,
-    early: bool = False,
+    settled: bool = False,
 ) -> None:
     """One token ``x [N, C]`` a row into ``out [N, C]``.
 
-    ``early`` promises that the kernel before this one in the stream writes neither ids, positions nor windows, so that
-    they may be read while it still runs.
+    ``settled`` promises that the kernel before this one in the stream writes neither ids, positions, windows nor parameters,
+    so that they may be read while it still runs.
     """
     if x.shape[0] == 0:
         return
-    key = choose_decode(*_form(weight, bias, activation), x.shape[0] * x.shape[1], early)
-    _decode(key)(x, weight, bias, conv_state, read_ids, write_ids, positions, out)
+    matrix, flags = _options(weight, bias, activation, settled)
+    _decode(choose_decode(*_form(weight)))(x, weight, matrix, conv_state, read_ids, write_ids, positions, out, flags)
 
 
 def launch_prefill(
@@ -68,11 +85,13 @@ def launch_prefill(
 
     Rows beyond ``cu_seqlens[N]`` become zeros.
     """
-    key = choose_prefill(*_form(weight, bias, activation), checkpoints is not None)
-    cu, ends, slots = (
-        (None, None, None) if checkpoints is None else (checkpoints.cu, checkpoints.ends, checkpoints.slots)
+    matrix, flags = _options(weight, bias, activation)
+    cu, ends, slots = cu_seqlens, read_ids, read_ids
+    if checkpoints is not None:
+        cu, ends, slots, flags = checkpoints.cu, checkpoints.ends, checkpoints.slots, flags | CHECKPOINTS
+    _prefill(choose_prefill(*_form(weight)))(
+        x, weight, matrix, conv_state, read_ids, write_ids, positions, cu_seqlens, cu, ends, slots, out, flags
     )
-    _prefill(key)(x, weight, bias, conv_state, read_ids, write_ids, positions, cu_seqlens, cu, ends, slots, out)
 
 
 def launch_verify(
@@ -89,16 +108,17 @@ def launch_verify(
     activation: str | None,
     out: torch.Tensor,
     *,
-    early: bool = False,
+    settled: bool = False,
 ) -> None:
-    """Commit the accepted drafts, then run and log the new tokens ``x [T, C]``. ``early`` as in ``launch_decode``."""
+    """Commit the accepted drafts, then run and log the new tokens ``x [T, C]``. ``settled`` as in ``launch_decode``."""
     if read_ids.shape[0] == 0:
         out.zero_()
         return
-    key = choose_verify(*_form(weight, bias, activation), x.shape[0] * x.shape[1], early)
-    _verify(key)(
-        x, weight, bias, conv_state, read_ids, write_ids, positions, cu_seqlens, draft_log.x, draft_log.half,
-        *_rows(draft_log, read_ids), num_accepted, out,
+    matrix, flags = _options(weight, bias, activation, settled)
+    rows, mapped = _rows(draft_log, read_ids)
+    _verify(choose_verify(*_form(weight)))(
+        x, weight, matrix, conv_state, read_ids, write_ids, positions, cu_seqlens, draft_log.x, draft_log.half, rows,
+        num_accepted, out, flags | mapped,
     )  # fmt: skip
 
 
@@ -113,14 +133,7 @@ def launch_commit(
     """Advance the windows by the accepted drafts alone."""
     if read_ids.shape[0] == 0:
         return
-    key = ConvCommitKey(conv_state.shape[1])
-    _verify(key)(
-        conv_state,
-        read_ids,
-        write_ids,
-        positions,
-        draft_log.x,
-        draft_log.half,
-        *_rows(draft_log, read_ids),
-        num_accepted,
+    rows, mapped = _rows(draft_log, read_ids)
+    _verify(ConvCommitKey(conv_state.shape[1]))(
+        conv_state, read_ids, write_ids, positions, draft_log.x, draft_log.half, rows, num_accepted, mapped
     )

@@ -6,12 +6,13 @@ import torch
 
 from . import reference
 from .compile.cache import jit_cache
-from .configs import state_ids
+from .configs.state_ids import COUNTS, HALF, NEXT_IDS, StateIdsKey
 from .errors import InvalidArgumentError
 from .ranges import annotated
 from .validation import Backend, check_ids, uses_kernels
 
 _advance = jit_cache("state_ids")
+KEY = StateIdsKey()
 
 
 @annotated
@@ -42,28 +43,64 @@ def advance_state_ids(
     Raises:
         InvalidArgumentError, BackendUnavailableError: before any launch, nothing changed.
     """
+    if not isinstance(read_ids, torch.Tensor):
+        raise InvalidArgumentError("read_ids", type(read_ids).__name__, "int32 [N]")
     kernels = uses_kernels(backend, read_ids.device)
-    if kernels and num_slots >= 0:
-        if read_ids.shape[0] == 0:
-            return
-        counts = num_accepted if num_accepted is not None else num_tokens
-        key = state_ids.choose(counts is not None, log_half is not None, next_write_ids is not None)
-        try:  # the loaded function checks ranks, dtypes, sizes and devices by itself, before it launches
-            _advance(key)(read_ids, write_ids, positions, counts, log_half, next_write_ids, num_slots)
-            return
-        except (TypeError, ValueError):
-            pass  # the checks below say which argument it refused
     optional = {
         "num_tokens": num_tokens,
         "num_accepted": num_accepted,
         "log_half": log_half,
         "next_write_ids": next_write_ids,
     }
+    if kernels and read_ids.shape != (0,):
+        try:
+            _launch(read_ids, write_ids, positions, num_slots, num_tokens, num_accepted, log_half, next_write_ids)
+        except (TypeError, ValueError, AttributeError):
+            # The loaded function refused, before it launched: say which argument and what it may be.
+            _check(read_ids, write_ids, positions, num_slots, optional)
+            raise
+        return
+    _check(read_ids, write_ids, positions, num_slots, optional)
+    if not kernels:
+        reference.advance_state_ids(read_ids, write_ids, positions, num_slots=num_slots, **optional)
+
+
+def _check(
+    read_ids: torch.Tensor,
+    write_ids: torch.Tensor,
+    positions: torch.Tensor,
+    num_slots: int,
+    optional: dict[str, torch.Tensor | None],
+) -> None:
+    if read_ids.dim() != 1:
+        raise InvalidArgumentError("read_ids", list(read_ids.shape), "int32 [N]")
+    n, device = read_ids.shape[0], read_ids.device
     for name, ids in {"read_ids": read_ids, "write_ids": write_ids, "positions": positions, **optional}.items():
         if ids is not None:
-            check_ids(name, ids, read_ids.shape[0], read_ids.device)
+            check_ids(name, ids, n, device)
     if num_slots < 0:
         raise InvalidArgumentError("num_slots", num_slots, "the number of slots of the pool")
-    if kernels:
-        raise InvalidArgumentError("read_ids", "ids that the kernel refuses", "contiguous int32 [N] on one device")
-    reference.advance_state_ids(read_ids, write_ids, positions, num_slots=num_slots, **optional)
+
+
+def _launch(
+    read_ids: torch.Tensor,
+    write_ids: torch.Tensor,
+    positions: torch.Tensor,
+    num_slots: int,
+    num_tokens: torch.Tensor | None,
+    num_accepted: torch.Tensor | None,
+    log_half: torch.Tensor | None,
+    next_write_ids: torch.Tensor | None,
+) -> None:
+    """Without its flag a tensor is not looked at: the read ids stand in for it."""
+    if num_slots < 0:
+        raise ValueError
+    flags = 0
+    counts, half, next_ids = read_ids, read_ids, read_ids
+    if num_accepted is not None or num_tokens is not None:
+        counts, flags = num_tokens if num_accepted is None else num_accepted, flags | COUNTS
+    if log_half is not None:
+        half, flags = log_half, flags | HALF
+    if next_write_ids is not None:
+        next_ids, flags = next_write_ids, flags | NEXT_IDS
+    _advance(KEY)(read_ids, write_ids, positions, counts, half, next_ids, num_slots, flags)

@@ -12,10 +12,12 @@ Dtype = Literal["float32", "bfloat16"]
 SHORT = {"float32": "f32", "bfloat16": "bf16"}
 WIDTHS = (2, 3, 4)
 
-
-def _pdl_suffix(pdl: bool, early: bool) -> str:
-    """Same endings as the recurrent kernels: `_pdl` reads ids and windows early, `_pdlwait` does not."""
-    return ("_pdl" if early else "_pdlwait") if pdl else ""
+# Run-time flags of the kernels.
+SETTLED = 1  # the kernel before this one wrote neither ids, positions, windows nor logs
+BIAS = 2
+SILU = 4
+MAPPED = 8  # the log row of a batch row comes from a tensor
+CHECKPOINTS = 16
 
 
 @dataclass(frozen=True)
@@ -27,40 +29,43 @@ class _ConvKey:
 
     width: int
     weight: Dtype
-    bias: bool
-    silu: bool
 
     def _suffix(self) -> str:
-        return f"w{self.width}_{SHORT[self.weight]}{'_bias' if self.bias else ''}{'_silu' if self.silu else ''}"
+        return f"w{self.width}_{SHORT[self.weight]}"
 
     def rejection(self) -> str | None:
         """Why this key has no kernel, or None."""
-        if self.width not in WIDTHS:
-            return f"width={self.width}: the ring kernels serve widths {WIDTHS}"
-        return None
+        return _reject_width(self.width)
+
+
+def _reject_width(width: int) -> str | None:
+    return None if width in WIDTHS else f"width={width}: the ring kernels serve widths {WIDTHS}"
 
 
 @dataclass(frozen=True)
 class ConvDecodeKey(_ConvKey):
     """Everything that changes the code of `kernels/conv1d_decode.py`.
 
-    pdl: start while the previous kernel of the stream drains. early: with pdl, read ids, positions and window before
-    that kernel is known to be complete; wrong directly behind a kernel that writes them. threads: threads a block, 8
-    channels each.
+    vec: channels a thread, 4 or 8. rows: sequences a thread. threads: threads a block along the channels. lanes: groups of
+    `rows` sequences a block. blocks: blocks an SM must hold, which bounds the registers (0: no bound).
     """
 
-    pdl: bool
-    early: bool
+    vec: int = 4
+    rows: int = 4
     threads: int = 64
+    lanes: int = 1
+    blocks: int = 16
 
     def symbol(self) -> str:
         """C identifier of the specialisation."""
-        return f"conv1d_decode_{self._suffix()}_t{self.threads}{_pdl_suffix(self.pdl, self.early)}"
+        return f"conv1d_decode_{self._suffix()}_v{self.vec}r{self.rows}_t{self.threads}x{self.lanes}b{self.blocks}"
 
     def rejection(self) -> str | None:
         """Why this key has no kernel, or None."""
-        if self.threads % 32 or not 32 <= self.threads <= 256:
-            return f"threads={self.threads}: whole warps, at most 256 threads"
+        if self.vec not in (4, 8) or not 1 <= self.rows <= 4:
+            return f"vec={self.vec}, rows={self.rows}: 4 or 8 channels, at most 4 sequences a thread"
+        if self.threads % 32 or self.lanes < 1 or not 32 <= self.threads * self.lanes <= 256:
+            return f"threads={self.threads}, lanes={self.lanes}: whole warps, at most 256 threads"
         return super().rejection()
 
 
@@ -68,16 +73,18 @@ class ConvDecodeKey(_ConvKey):
 class ConvPrefillKey(_ConvKey):
     """Everything that changes the code of `kernels/conv1d_prefill.py`.
 
-    checkpoints: keep windows on the way. vec: channels a thread. tokens: tokens a thread.
+    vec: channels a thread. tokens: tokens a thread. blocks: blocks an SM must hold, which bounds the registers (0: none). pdl:
+    programmatic dependent launch.
     """
 
-    checkpoints: bool
     vec: int = 4
-    tokens: int = 8
+    tokens: int = 16
+    blocks: int = 0
+    pdl: bool = True
 
     def symbol(self) -> str:
         """C identifier of the specialisation."""
-        return f"conv1d_prefill_{self._suffix()}_v{self.vec}t{self.tokens}{'_ckpt' if self.checkpoints else ''}"
+        return f"conv1d_prefill_{self._suffix()}_v{self.vec}t{self.tokens}b{self.blocks}{'_pdl' if self.pdl else ''}"
 
     def rejection(self) -> str | None:
         """Why this key has no kernel, or None."""
@@ -90,17 +97,11 @@ class ConvPrefillKey(_ConvKey):
 
 @dataclass(frozen=True)
 class ConvVerifyKey(_ConvKey):
-    """Everything that changes the code of the verify form in `kernels/conv1d_verify.py`.
-
-    pdl, early as for decode.
-    """
-
-    pdl: bool
-    early: bool
+    """Everything that changes the code of the verify form in `kernels/conv1d_verify.py`."""
 
     def symbol(self) -> str:
         """C identifier of the specialisation."""
-        return f"conv1d_verify_{self._suffix()}{_pdl_suffix(self.pdl, self.early)}"
+        return f"conv1d_verify_{self._suffix()}"
 
 
 @dataclass(frozen=True)
@@ -115,78 +116,59 @@ class ConvCommitKey:
 
     def rejection(self) -> str | None:
         """Why this key has no kernel, or None."""
-        return None if self.width in WIDTHS else f"width={self.width}: the ring kernels serve widths {WIDTHS}"
+        return _reject_width(self.width)
 
 
-# Above this many outputs a step is bound by memory, and a dependent launch only takes block slots from the running kernel.
-PDL_MAX_OUTPUTS = 1 << 20
+@functools.cache
+def choose_decode(width: int, weight: Dtype) -> ConvDecodeKey:
+    """The specialisation of a call; the same for every batch (docs/notes/conv1d.md)."""
+    return ConvDecodeKey(width, weight)
 
 
-def _is_served(width: int, bias: bool, silu: bool) -> bool:
-    """The form of every served model. Only it has all three kinds of launch; the others are there to be right, not fast."""
-    return width == 4 and silu and not bias
+@functools.cache
+def choose_prefill(width: int, weight: Dtype) -> ConvPrefillKey:
+    """The specialisation of a call; the same for every batch and length (docs/notes/conv1d.md)."""
+    return ConvPrefillKey(width, weight)
 
 
-def _launch(served: bool, outputs: int, early: bool) -> tuple[bool, bool]:
-    """`(pdl, early)` of a step with `outputs` = tokens x channels."""
-    if not served:
-        return True, False
-    pdl = outputs <= PDL_MAX_OUTPUTS
-    return pdl, early or not pdl
+@functools.cache
+def choose_verify(width: int, weight: Dtype) -> ConvVerifyKey:
+    """The specialisation of a call."""
+    return ConvVerifyKey(width, weight)
 
 
-@functools.lru_cache(maxsize=4096)
-def choose_decode(
-    width: int, weight: Dtype, bias: bool, silu: bool, outputs: int, early: bool = False
-) -> ConvDecodeKey:
-    """The specialisation for `outputs` = sequences x channels."""
-    return ConvDecodeKey(width, weight, bias, silu, *_launch(_is_served(width, bias, silu), outputs, early))
+def decode_candidates(width: int, weight: Dtype) -> list[ConvDecodeKey]:
+    """The space a sweep tries."""
+    keys = [
+        ConvDecodeKey(width, weight, vec, rows, threads, lanes)
+        for vec in (4, 8)
+        for rows in (1, 2, 4)
+        for threads in (32, 64, 128)
+        for lanes in (1, 2, 4)
+    ]
+    return [key for key in keys if key.rejection() is None]
 
 
-@functools.lru_cache(maxsize=4096)
-def choose_verify(
-    width: int, weight: Dtype, bias: bool, silu: bool, outputs: int, early: bool = False
-) -> ConvVerifyKey:
-    """The specialisation for `outputs` = tokens x channels."""
-    return ConvVerifyKey(width, weight, bias, silu, *_launch(_is_served(width, bias, silu), outputs, early))
-
-
-@functools.lru_cache(maxsize=1024)
-def choose_prefill(width: int, weight: Dtype, bias: bool, silu: bool, checkpoints: bool) -> ConvPrefillKey:
-    """Four channels by eight tokens a thread: 64 registers, and occupancy beats vector width (docs/notes/conv1d.md)."""
-    return ConvPrefillKey(width, weight, bias, silu, checkpoints)
-
-
-def prefill_candidates(key: ConvPrefillKey) -> list[ConvPrefillKey]:
-    """The space a sweep tries for one call."""
-    fixed = (key.width, key.weight, key.bias, key.silu, key.checkpoints)
-    keys = [ConvPrefillKey(*fixed, vec, tokens) for vec in (4, 8) for tokens in (4, 8, 16)]
-    return [candidate for candidate in keys if candidate.rejection() is None]
-
-
-def _forms() -> list[tuple[int, Dtype, bool, bool]]:
-    """Operand forms that ship."""
-    forms: list[tuple[int, Dtype, bool, bool]] = []
-    weights: tuple[Dtype, Dtype] = ("bfloat16", "float32")
-    for weight in weights:
-        for bias in (False, True):
-            forms.append((4, weight, bias, True))
-    forms += [(4, "bfloat16", False, False), (3, "bfloat16", True, True), (2, "bfloat16", True, True)]
-    return forms
+def prefill_candidates(width: int, weight: Dtype) -> list[ConvPrefillKey]:
+    """The space a sweep tries. The bounds are the tightest that do not spill."""
+    keys = [
+        ConvPrefillKey(width, weight, vec, tokens, blocks, pdl)
+        for vec, tokens, bound in ((4, 4, 0), (4, 8, 8), (4, 16, 5), (8, 4, 0), (8, 8, 0))
+        for blocks in {0, bound}
+        for pdl in (False, True)
+    ]
+    return [key for key in keys if key.rejection() is None]
 
 
 def shipped() -> list[Entry]:
-    """Entries of the manifest: what the choosers return for `_forms`."""
-    steps = [
-        (form, outputs, early) for form in _forms() for outputs in (1, PDL_MAX_OUTPUTS + 1) for early in (True, False)
-    ]
-    decodes = dict.fromkeys(choose_decode(*form, outputs, early) for form, outputs, early in steps)
-    verifies = dict.fromkeys(choose_verify(*form, outputs, early) for form, outputs, early in steps)
-    prefills = [choose_prefill(*form, checkpoints) for form in _forms() for checkpoints in (False, True)]
-    commits = dict.fromkeys(ConvCommitKey(form[0]) for form in _forms())
+    """Entries of the manifest. Decode and prefill in every width; drafts only in the width of the models that have them."""
     budget = ResourceBudget(max_registers=96, max_shared_bytes=0)
+    weights: tuple[Dtype, Dtype] = ("bfloat16", "float32")
+    served = [(4, weight) for weight in weights]
+    forms: list[tuple[int, Dtype]] = [*served, (3, "bfloat16"), (2, "bfloat16")]
     return [
-        *(Entry("conv1d_decode", key, budget) for key in decodes),
-        *(Entry("conv1d_verify", key, budget) for key in (*verifies, *commits)),
-        *(Entry("conv1d_prefill", key, budget) for key in prefills),
+        *(Entry("conv1d_decode", choose_decode(*form), budget) for form in forms),
+        *(Entry("conv1d_prefill", choose_prefill(*form), budget) for form in forms),
+        *(Entry("conv1d_verify", choose_verify(*form), budget) for form in served),
+        Entry("conv1d_verify", ConvCommitKey(4), budget),
     ]

@@ -1,36 +1,28 @@
-"""Device-side id tracking: the specialisations of `kernels/state_ids.py`."""
+"""Device-side id tracking: the specialisation of `kernels/state_ids.py`."""
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 from ..compile.manifest import Entry, ResourceBudget
 
+# Run-time flags: which optional tensors a call gives.
+COUNTS = 1  # positions advance by a tensor, not by 1
+HALF = 2
+NEXT_IDS = 4
+
 
 @dataclass(frozen=True)
 class StateIdsKey:
-    """Everything that changes the code. counts: positions advance by a tensor, not by 1. half, next_ids: see the kernel."""
+    """Everything that changes the code. threads: rows a block."""
 
-    counts: bool
-    half: bool
-    next_ids: bool
+    threads: int = 128
 
     def symbol(self) -> str:
         """C identifier of the specialisation."""
-        parts = ("counts", self.counts), ("half", self.half), ("next", self.next_ids)
-        return "advance_state_ids" + "".join(f"_{name}" for name, given in parts if given)
-
-
-@functools.cache
-def choose(counts: bool, half: bool, next_ids: bool) -> StateIdsKey:
-    """The specialisation for the optional tensors of a call."""
-    return StateIdsKey(counts, half, next_ids)
+        return f"advance_state_ids_t{self.threads}"
 
 
 def shipped() -> list[Entry]:
     """Entries of the manifest."""
-    keys = [
-        choose(*flags) for flags in ((c, h, n) for c in (False, True) for h in (False, True) for n in (False, True))
-    ]
-    return [Entry("state_ids", key, ResourceBudget(32, 0)) for key in keys]
+    return [Entry("state_ids", StateIdsKey(), ResourceBudget(32, 0))]

@@ -4,13 +4,16 @@ A window is a ring of W raw inputs, [W, C] with the channel innermost; the input
 t mod W. Sums run oldest tap first with pinned adds, so prefill, decode, verify and the fused layer give the same bits.
 """
 
+import math
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
 
-from .arith import fma_rn, mul_rn, silu
+from .arith import fma_rn
 from .memory import load_vector, narrow, offset_ptr, widen
+from .state_io import row_ptr
 
 DTYPES = {"float32": Float32, "bfloat16": BFloat16}
 
@@ -33,6 +36,11 @@ def window_ptr(mState, slot, token, channel, width, vec):
     return offset_ptr(mState.iterator, offset, mState.element_type, vector_bytes(mState.element_type, vec))
 
 
+def token_ptr(mRows, first, t, channel, align):
+    """Pointer to `channel` of row `first + t`, for rows after one whose address the compiler has."""
+    return offset_ptr(row_ptr(mRows, first, channel, align), t * mRows.stride[0], mRows.element_type, align)
+
+
 def copy_into(ptr, rX, vec):
     """Load `vec` elements into registers that exist already (usable inside a run-time branch)."""
     cute.autovec_copy(cute.make_tensor(ptr, cute.make_layout(vec)), rX)
@@ -46,26 +54,41 @@ def load_taps(mWeight, channel, width, vec):
     return load_vector(ptr, vec * width)
 
 
-def load_bias(mBias, channel, vec):
-    """Bias of `vec` channels as stored, or None."""
-    if mBias is None:
-        return None
-    return load_vector(
-        offset_ptr(mBias.iterator, channel, mBias.element_type, vector_bytes(mBias.element_type, vec)), vec
-    )
+@cute.jit
+def load_bias(mBias: cute.Tensor, channel: Int32, vec: cutlass.Constexpr, biased: Int32) -> cute.Tensor:
+    """Start values (fp32) of the sums of `vec` channels: the bias, or -0, which changes no bit of a sum."""
+    dtype = mBias.element_type
+    rBias = cute.make_rmem_tensor(cute.make_layout(vec), Float32)
+    for e in cutlass.range_constexpr(vec):
+        rBias[e] = Float32(-0.0)
+    if biased != 0:
+        raw = load_vector(offset_ptr(mBias.iterator, channel, dtype, vector_bytes(dtype, vec)), vec)
+        rBias.store(widen(raw, vec).load())
+    return rBias
 
 
-def convolve(rows, rTaps, rBias, vec, width, use_silu):
+# An activation is (slope, offset) of the exponent in y / (1 + 2 ** (slope y + offset)): one code path for both kinds.
+SILU_EXPONENT = (-math.log2(math.e), 0.0)
+ZERO_EXPONENT = (0.0, -math.inf)
+
+
+@cute.jit
+def choose_exponent(silu: Int32):
+    """The activation that a run-time flag names."""
+    slope = Float32(SILU_EXPONENT[0]) if silu != 0 else Float32(ZERO_EXPONENT[0])
+    offset = Float32(SILU_EXPONENT[1]) if silu != 0 else Float32(ZERO_EXPONENT[1])
+    return slope, offset
+
+
+def convolve(rows, rTaps, rBias, vec, width, exponent):
     """Outputs (fp32, `vec`) of one token. `rows`: `width` fp32 vectors, oldest first, the token's own last."""
+    slope, offset = exponent
     rY = cute.make_rmem_tensor(cute.make_layout(vec), Float32)
     for e in range(vec):
-        if rBias is None:
-            y = mul_rn(rows[0][e], rTaps[e * width])
-        else:
-            y = fma_rn(rows[0][e], rTaps[e * width], rBias[e])
-        for tap in range(1, width):
+        y = rBias[e]
+        for tap in range(width):
             y = fma_rn(rows[tap][e], rTaps[e * width + tap], y)
-        rY[e] = silu(y) if use_silu else y
+        rY[e] = y * cute.arch.rcp_approx(Float32(1.0) + cute.math.exp2(fma_rn(y, slope, offset), fastmath=True))
     return rY
 
 
@@ -93,22 +116,22 @@ class ConvMath:
     """Static facts of one conv specialisation and its per-token arithmetic."""
 
     def __init__(self, key, vec):
-        self.width, self.use_silu, self.vec = key.width, key.silu, vec
+        self.width, self.vec = key.width, vec
         self.align = vector_bytes(BFloat16, vec)
 
-    def parameters(self, mWeight, mBias, channel):
-        """Taps and bias of this thread's channels in fp32."""
+    def parameters(self, mWeight, mBias, channel, biased, silu):
+        """Taps and start values of this thread's channels in fp32, and the activation. The flags are 0 or not."""
         rTaps = widen(load_taps(mWeight, channel, self.width, self.vec), self.vec * self.width)
-        rBias = load_bias(mBias, channel, self.vec)
-        return rTaps, (None if rBias is None else widen(rBias, self.vec))
+        return rTaps, load_bias(mBias, channel, self.vec, biased), choose_exponent(silu)
 
     def registers(self, count):
         """`count` uninitialised vectors of raw inputs."""
         return [cute.make_rmem_tensor(cute.make_layout(self.vec), BFloat16) for _ in range(count)]
 
-    def output(self, rows, rTaps, rBias):
+    def output(self, rows, parameters):
         """One token's output vector in bf16, from fp32 rows."""
-        return narrow(convolve(rows, rTaps, rBias, self.vec, self.width, self.use_silu), self.vec, BFloat16)
+        rTaps, rBias, exponent = parameters
+        return narrow(convolve(rows, rTaps, rBias, self.vec, self.width, exponent), self.vec, BFloat16)
 
 
 # --- fake tensors, for the `build` functions -----------------------------------------------------------------------------
@@ -127,7 +150,8 @@ def fake_rings(width, channels):
 
 
 def fake_parameters(key, channels):
-    """Taps [C, W] and bias [C] or None."""
+    """Taps [C, W], and the bias as a matrix [1, C] so that the taps can stand in for an absent one."""
     dtype = DTYPES[key.weight]
-    bias = make_fake_compact_tensor(dtype, (channels,), assumed_align=16) if key.bias else None
-    return make_fake_compact_tensor(dtype, (channels, key.width), stride_order=(1, 0), assumed_align=16), bias
+    taps = make_fake_compact_tensor(dtype, (channels, key.width), stride_order=(1, 0), assumed_align=16)
+    bias = make_fake_compact_tensor(dtype, (cute.sym_int(), cute.sym_int()), stride_order=(1, 0), assumed_align=16)
+    return taps, bias

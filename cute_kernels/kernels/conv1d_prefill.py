@@ -7,20 +7,20 @@ Work   Each sequence is cut into tiles of `tokens` tokens from its own first tok
        32-way search. The numbers of one more sequence are the rows behind cu[N], which become zero.
 Grid   (ceil(C / 32 vec), tile groups + entry groups). A warp owns 32 * vec channels of one tile, a thread `vec` of them.
 Data   A full tile issues all its loads at once and slides the window through registers: x is read once, plus W - 1 rows of halo
-       from L1 or L2. A sequence's last, shorter tile runs a rolled loop.
+       from L1 or L2. A sequence's last, shorter tile does the same with a check for each token.
 Slots  Only a sequence's first tile needs tokens from before the call: a tile is at least W - 1 tokens long. The thread that
-       reads them is also the one that writes the final window (whose tokens come from x, or from the history in its registers)
-       and the checkpoints nearer than W - 1 tokens to the start. So a column of a slot is read and written by one thread, in
-       program order, and in place needs nothing else. Later checkpoints hold tokens of x alone: each has a block row of its own.
+       reads them then writes the final window (its tokens come from x, or from the history in registers) and the checkpoints
+       nearer than W - 1 tokens to the start. So a column of a slot is read and written by one thread, in program order, and in
+       place needs nothing else. Later checkpoints hold tokens of x alone: each has a warp of its own.
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, const_expr
+from cutlass import BFloat16, Int32, const_expr
 
 from ..compile.cache import cute_compile
 from ..compile.fake import fake_ids, fake_stream
-from ..configs.conv1d import ConvPrefillKey
+from ..configs.conv1d import BIAS, CHECKPOINTS, SILU, ConvPrefillKey
 from ..device.conv import (
     ConvMath,
     copy_into,
@@ -28,6 +28,7 @@ from ..device.conv import (
     fake_rings,
     fake_tokens,
     last_not_above,
+    token_ptr,
     window_ptr,
 )
 from ..device.memory import load_vector, store_vector, widen, zero_vector
@@ -48,46 +49,51 @@ class ConvPrefill:
         self,
         mX: cute.Tensor,  # (T, C), row stride any multiple of 16 bytes
         mWeight: cute.Tensor,  # (C, W)
-        mBias: cute.Tensor | None,  # (C,)
+        mBias: cute.Tensor,  # (1, C); any matrix without BIAS
         mState: cute.Tensor,  # (S, W, C), slot stride any multiple of 16 bytes
         mReadIds: cute.Tensor,  # (N,) int32
         mWriteIds: cute.Tensor,  # (N,) int32
         mPositions: cute.Tensor,  # (N,) int32
         mCuSeqlens: cute.Tensor,  # (N + 1,) int32
-        mEntries: cute.Tensor | None,  # (N + 1,) int32, prefix sums of checkpoint entries
-        mEnds: cute.Tensor | None,  # (M,) int32, ascending in a sequence
-        mSlots: cute.Tensor | None,  # (M,) int32
+        mEntries: cute.Tensor,  # (N + 1,) int32, prefix sums of checkpoint entries; any ids without CHECKPOINTS, as the next two
+        mEnds: cute.Tensor,  # (M,) int32, ascending in a sequence
+        mSlots: cute.Tensor,  # (M,) int32
         mOut: cute.Tensor,  # (T, C), no memory in common with mX
+        flags: Int32,  # BIAS | SILU | CHECKPOINTS
         stream,
     ):
         total, channels = cute.size(mX, mode=[0]), cute.size(mX, mode=[1])
         n = cute.size(mReadIds, mode=[0])
         tile_groups = (total // self.tokens + n + WARPS) // WARPS  # total // tokens + n + 1 tiles
-        entries = cute.size(mEnds, mode=[0]) if const_expr(mEnds is not None) else Int32(0)
+        entries = cute.size(mEnds, mode=[0]) if (flags & CHECKPOINTS) != 0 else Int32(0)
         groups = tile_groups + (entries + WARPS - 1) // WARPS
         block = 32 * self.vec
         grid = [(channels + block - 1) // block, cutlass.min(groups, Int32(GRID_Y)), (groups + GRID_Y - 1) // GRID_Y]
         self.kernel.set_name_prefix(self.key.symbol(), remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(
-            mX, mWeight, mBias, mState, mReadIds, mWriteIds, mPositions, mCuSeqlens, mEntries, mEnds, mSlots, mOut, n,
-            tile_groups,
-        ).launch(grid=grid, block=[32, WARPS, 1], stream=stream)  # fmt: skip
+            mX, mWeight, mBias, mState, mReadIds, mWriteIds, mPositions, mCuSeqlens, mEntries, mEnds, mSlots, mOut,
+            flags, n, tile_groups,
+        ).launch(
+            grid=grid, block=[32, WARPS, 1], stream=stream, use_pdl=self.key.pdl, min_blocks_per_mp=self.key.blocks,
+            preferred_smem_carveout=0 if self.key.blocks else None,
+        )  # fmt: skip
 
     @cute.kernel
     def kernel(
         self,
         mX: cute.Tensor,
         mWeight: cute.Tensor,
-        mBias: cute.Tensor | None,
+        mBias: cute.Tensor,
         mState: cute.Tensor,
         mReadIds: cute.Tensor,
         mWriteIds: cute.Tensor,
         mPositions: cute.Tensor,
         mCuSeqlens: cute.Tensor,
-        mEntries: cute.Tensor | None,
-        mEnds: cute.Tensor | None,
-        mSlots: cute.Tensor | None,
+        mEntries: cute.Tensor,
+        mEnds: cute.Tensor,
+        mSlots: cute.Tensor,
         mOut: cute.Tensor,
+        flags: Int32,
         n: Int32,
         tile_groups: Int32,
     ):
@@ -96,6 +102,9 @@ class ConvPrefill:
         total, channels = cute.size(mX, mode=[0]), cute.size(mX, mode=[1])
         group = bidz * GRID_Y + bidy
         channel = (bidx * 32 + lane) * self.vec
+        if const_expr(self.key.pdl):
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
         if group < tile_groups:
             tile = group * WARPS + warp
             sequence = last_not_above(mCuSeqlens, n + 1, tile, lane, self.tokens)
@@ -108,12 +117,14 @@ class ConvPrefill:
                     if (start < end) | (number == 0):
                         self.tile(
                             mX, mWeight, mBias, mState, mReadIds, mWriteIds, mPositions, mEntries, mEnds, mSlots, mOut,
-                            sequence, begin, start, end, channel,
+                            flags, sequence, begin, start, end, channel,
                         )  # fmt: skip
                 else:
                     for t in cutlass.range(start, cutlass.min(start + self.tokens, total), unroll=1):
-                        self.store_output(zero_vector(BFloat16, self.vec), mOut, t, channel)
-        elif const_expr(mEnds is not None):
+                        store_vector(
+                            zero_vector(BFloat16, self.vec), row_ptr(mOut, t, channel, self.math.align), self.vec
+                        )
+        else:
             entry = (group - tile_groups) * WARPS + warp
             if entry < cute.size(mEnds, mode=[0]):
                 sequence = last_not_above(mEntries, n + 1, entry, lane, None)
@@ -124,23 +135,21 @@ class ConvPrefill:
                         position = Int32(mPositions[sequence])
                         self.keep_window(mX, mState, Int32(mSlots[entry]), position, begin, end, channel, None)
 
-    def store_output(self, rY, mOut, token, channel):
-        store_vector(rY, row_ptr(mOut, token, channel, self.math.align), self.vec)
-
     @cute.jit
     def tile(
         self,
         mX: cute.Tensor,
         mWeight: cute.Tensor,
-        mBias: cute.Tensor | None,
+        mBias: cute.Tensor,
         mState: cute.Tensor,
         mReadIds: cute.Tensor,
         mWriteIds: cute.Tensor,
         mPositions: cute.Tensor,
-        mEntries: cute.Tensor | None,
-        mEnds: cute.Tensor | None,
-        mSlots: cute.Tensor | None,
+        mEntries: cute.Tensor,
+        mEnds: cute.Tensor,
+        mSlots: cute.Tensor,
         mOut: cute.Tensor,
+        flags: Int32,
         sequence: Int32,
         begin: Int32,
         start: Int32,
@@ -153,7 +162,11 @@ class ConvPrefill:
         raw = self.math.registers(self.tokens)
         if full:
             for t in cutlass.range_constexpr(self.tokens):
-                copy_into(row_ptr(mX, start, channel, align) + t * mX.stride[0], raw[t], vec)
+                copy_into(token_ptr(mX, start, t, channel, align), raw[t], vec)
+        else:
+            for t in cutlass.range_constexpr(self.tokens - 1):
+                if start + t < end:
+                    copy_into(token_ptr(mX, start, t, channel, align), raw[t], vec)
         history = [zero_vector(BFloat16, vec) for _ in range(width - 1)]
         if start == begin:
             read = Int32(mReadIds[sequence])
@@ -164,29 +177,27 @@ class ConvPrefill:
         else:
             for j in cutlass.range_constexpr(width - 1):
                 copy_into(row_ptr(mX, start + (j - (width - 1)), channel, align), history[j], vec)
-        rTaps, rBias = self.math.parameters(mWeight, mBias, channel)
+        if start == begin:
+            position = Int32(mPositions[sequence])
+            self.keep_window(mX, mState, Int32(mWriteIds[sequence]), position, begin, end - begin, channel, history)
+            if (flags & CHECKPOINTS) != 0:
+                self.keep_near_checkpoints(
+                    mX, mState, mEntries, mEnds, mSlots, sequence, position, begin, end, channel, history
+                )
+        parameters = self.math.parameters(mWeight, mBias, channel, flags & BIAS, flags & SILU)
+        inputs = history + raw
         if full:
             rows = [widen(rH, vec) for rH in history]
             for t in cutlass.range_constexpr(self.tokens):
                 rows.append(widen(raw[t], vec))
-                rY = self.math.output(rows[t : t + width], rTaps, rBias)
-                store_vector(rY, row_ptr(mOut, start, channel, align) + t * mOut.stride[0], vec)
+                rY = self.math.output(rows[t : t + width], parameters)
+                store_vector(rY, token_ptr(mOut, start, t, channel, align), vec)
         else:
-            rows = [cute.make_rmem_tensor(cute.make_layout(vec), Float32) for _ in range(width)]
-            for j in cutlass.range_constexpr(width - 1):
-                rows[j].store(widen(history[j], vec).load())
-            for t in cutlass.range(start, end, unroll=1):
-                rows[width - 1].store(widen(load_vector(row_ptr(mX, t, channel, align), vec), vec).load())
-                self.store_output(self.math.output(rows, rTaps, rBias), mOut, t, channel)
-                for j in cutlass.range_constexpr(width - 1):
-                    rows[j].store(rows[j + 1].load())
-        if start == begin:
-            position = Int32(mPositions[sequence])
-            self.keep_window(mX, mState, Int32(mWriteIds[sequence]), position, begin, end - begin, channel, history)
-            if const_expr(mEnds is not None):
-                self.keep_near_checkpoints(
-                    mX, mState, mEntries, mEnds, mSlots, sequence, position, begin, end, channel, history
-                )
+            for t in cutlass.range_constexpr(self.tokens - 1):
+                if start + t < end:
+                    rows = [widen(inputs[t + j], vec) for j in range(width)]
+                    rY = self.math.output(rows, parameters)
+                    store_vector(rY, token_ptr(mOut, start, t, channel, align), vec)
 
     @cute.jit
     def keep_near_checkpoints(
@@ -247,16 +258,11 @@ class ConvPrefill:
 
 def build(key: ConvPrefillKey):
     """Compile one specialisation."""
-    total, n, c = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=8)
+    total, n, c, m = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=8), cute.sym_int()
     weight, bias = fake_parameters(key, c)
-    m = cute.sym_int()
-    entries, ends, slots = (
-        (fake_ids(cute.sym_int(), Int32), fake_ids(m, Int32), fake_ids(m, Int32))
-        if key.checkpoints
-        else (None, None, None)
-    )
+    bounds = cute.sym_int()
     return cute_compile(
         ConvPrefill(key), fake_tokens(total, c), weight, bias, fake_rings(key.width, c), fake_ids(n, Int32),
-        fake_ids(n, Int32), fake_ids(n, Int32), fake_ids(cute.sym_int(), Int32), entries, ends, slots,
-        fake_tokens(total, c), fake_stream(),
+        fake_ids(n, Int32), fake_ids(n, Int32), fake_ids(bounds, Int32), fake_ids(bounds, Int32), fake_ids(m, Int32),
+        fake_ids(m, Int32), fake_tokens(total, c), Int32(0), fake_stream(),
     )  # fmt: skip

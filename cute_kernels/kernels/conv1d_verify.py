@@ -14,18 +14,19 @@ nothing else. The block row behind the last sequence clears the output behind cu
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Int32, Int64, const_expr
+from cutlass import BFloat16, Boolean, Int32, Int64
 from cutlass.cute.runtime import make_fake_compact_tensor
 
 from ..compile.cache import cute_compile
 from ..compile.fake import fake_ids, fake_stream
-from ..configs.conv1d import ConvCommitKey, ConvVerifyKey
+from ..configs.conv1d import BIAS, MAPPED, SETTLED, SILU, ConvCommitKey, ConvVerifyKey
 from ..device.conv import (
     ConvMath,
     copy_into,
     fake_parameters,
     fake_rings,
     fake_tokens,
+    token_ptr,
     vector_bytes,
     window_ptr,
 )
@@ -54,7 +55,7 @@ def resolve_row(mReadIds, mWriteIds, mAccepted, mHalf, mRows, mapped, row, num_s
     read, write = Int32(mReadIds[row]), Int32(mWriteIds[row])
     reads, writes = sound & slot_is_valid(read, num_slots), sound & slot_is_valid(write, num_slots)
     batch = cute.size(mHalf, mode=[0])
-    log_row = row + (Int32(mRows[row]) - row) * mapped
+    log_row = row + (Int32(mRows[row]) - row) * mapped.to(Int32)
     logged = (reads | writes) & slot_is_valid(log_row, batch)
     half = Int32(mHalf[cutlass.min(cutlass.max(log_row, Int32(0)), batch - 1)]) & 1
     kept = accepted * logged.to(Int32)
@@ -123,7 +124,7 @@ class ConvVerify(_Conv):
         self,
         mX: cute.Tensor,  # (T, C), row stride any multiple of 16 bytes
         mWeight: cute.Tensor,  # (C, W)
-        mBias: cute.Tensor | None,  # (C,)
+        mBias: cute.Tensor,  # (1, C); any matrix without BIAS
         mState: cute.Tensor,  # (S, W, C), slot stride any multiple of 16 bytes
         mReadIds: cute.Tensor,  # (N,) int32
         mWriteIds: cute.Tensor,  # (N,) int32
@@ -131,25 +132,25 @@ class ConvVerify(_Conv):
         mCuSeqlens: cute.Tensor,  # (N + 1,) int32
         mLog: cute.Tensor,  # (B, 2, Tmax, C) raw inputs
         mHalf: cute.Tensor,  # (B,) int32, half to read
-        mRows: cute.Tensor,  # (N,) int32, log row of each batch row
-        mapped: Int32,  # whether mRows is used, else row n has log row n
+        mRows: cute.Tensor,  # (N,) int32, log row of each batch row; any ids without MAPPED: row n has log row n
         mAccepted: cute.Tensor,  # (N,) int32
         mOut: cute.Tensor,  # (T, C)
+        flags: Int32,  # SETTLED | BIAS | SILU | MAPPED
         stream,
     ):
         rows, channels = cute.size(mReadIds, mode=[0]) + 1, cute.size(mX, mode=[1])
         grid = [(channels + BLOCK - 1) // BLOCK, cutlass.min(rows, Int32(GRID_Y)), (rows + GRID_Y - 1) // GRID_Y]
         self.kernel.set_name_prefix(self.key.symbol(), remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(
-            mX, mWeight, mBias, mState, mReadIds, mWriteIds, mPositions, mCuSeqlens, mLog, mHalf, mRows, mapped, mAccepted, mOut,
-        ).launch(grid=grid, block=[THREADS, 1, 1], stream=stream, use_pdl=self.key.pdl)  # fmt: skip
+            mX, mWeight, mBias, mState, mReadIds, mWriteIds, mPositions, mCuSeqlens, mLog, mHalf, mRows, mAccepted, mOut, flags,
+        ).launch(grid=grid, block=[THREADS, 1, 1], stream=stream, use_pdl=True)  # fmt: skip
 
     @cute.kernel
     def kernel(
         self,
         mX: cute.Tensor,
         mWeight: cute.Tensor,
-        mBias: cute.Tensor | None,
+        mBias: cute.Tensor,
         mState: cute.Tensor,
         mReadIds: cute.Tensor,
         mWriteIds: cute.Tensor,
@@ -158,9 +159,9 @@ class ConvVerify(_Conv):
         mLog: cute.Tensor,
         mHalf: cute.Tensor,
         mRows: cute.Tensor,
-        mapped: Int32,
         mAccepted: cute.Tensor,
         mOut: cute.Tensor,
+        flags: Int32,
     ):
         tidx, _, _ = cute.arch.thread_idx()
         bidx, bidy, bidz = cute.arch.block_idx()
@@ -168,22 +169,22 @@ class ConvVerify(_Conv):
         index, own_channel = bidz * GRID_Y + bidy, (bidx * THREADS + tidx) * VEC
         # Threads without work load what the last row's or last channels' thread loads: only stores need a branch.
         row, channel = cutlass.min(index, n - 1), cutlass.min(own_channel, channels - VEC)
-        if const_expr(self.key.pdl and not self.key.early):
+        if (flags & SETTLED) == 0:
             cute.arch.griddepcontrol_wait()
-            cute.arch.griddepcontrol_launch_dependents()
         max_tokens = cute.size(mLog, mode=[2])
+        mapped = (flags & MAPPED) != 0
         log = resolve_row(
             mReadIds, mWriteIds, mAccepted, mHalf, mRows, mapped, row, cute.size(mState, mode=[0]), max_tokens
         )
         position = Int32(mPositions[row])
-        rTaps, rBias = self.math.parameters(mWeight, mBias, channel)
+        parameters = self.math.parameters(mWeight, mBias, channel, flags & BIAS, flags & SILU)
         history = self.committed_window(
             mState, mLog, log.read, log.reads, log.accepted, log.row, log.half, position, channel
         )
         first, last = Int32(mCuSeqlens[row]), Int32(mCuSeqlens[row + 1])
-        if const_expr(self.key.pdl and self.key.early):
+        if (flags & SETTLED) != 0:
             cute.arch.griddepcontrol_wait()
-            cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_launch_dependents()
         live, writes, logged = log.reads | log.writes, log.writes, log.logged
         if own_channel < channels:
             if index < n:
@@ -191,7 +192,7 @@ class ConvVerify(_Conv):
                     self.store_window(mState, history, log.read, log.write, log.accepted, position, channel)
                 if live:
                     self.run_tokens(
-                        mX, mLog, mOut, rTaps, rBias, history, first, last, logged, log.row, log.half ^ 1, channel
+                        mX, mLog, mOut, parameters, history, first, last, logged, log.row, log.half ^ 1, channel
                     )
                 else:
                     self.clear(mOut, first, last, channel)
@@ -204,8 +205,7 @@ class ConvVerify(_Conv):
         mX: cute.Tensor,
         mLog: cute.Tensor,
         mOut: cute.Tensor,
-        rTaps: cute.Tensor,
-        rBias,
+        parameters,
         history,
         first: Int32,
         last: Int32,
@@ -221,13 +221,13 @@ class ConvVerify(_Conv):
             raw = self.math.registers(AHEAD)
             for t in cutlass.range_constexpr(AHEAD):
                 if start + t < last:
-                    copy_into(row_ptr(mX, start, channel, align) + t * mX.stride[0], raw[t], VEC)
+                    copy_into(token_ptr(mX, start, t, channel, align), raw[t], VEC)
             inputs = history + raw
             for t in cutlass.range_constexpr(AHEAD):
                 if start + t < last:
                     rows = [widen(inputs[t + j], VEC) for j in range(width)]
-                    rY = self.math.output(rows, rTaps, rBias)
-                    store_vector(rY, row_ptr(mOut, start, channel, align) + t * mOut.stride[0], VEC)
+                    rY = self.math.output(rows, parameters)
+                    store_vector(rY, token_ptr(mOut, start, t, channel, align), VEC)
                     token = start - first + t
                     if logged & (token < max_tokens):
                         store_vector(raw[t], self.log_ptr(mLog, log_row, log_half, token, channel), VEC)
@@ -255,14 +255,14 @@ class ConvCommit(_Conv):
         mLog: cute.Tensor,  # (B, 2, Tmax, C)
         mHalf: cute.Tensor,  # (B,) int32
         mRows: cute.Tensor,  # (N,) int32
-        mapped: Int32,
         mAccepted: cute.Tensor,  # (N,) int32
+        flags: Int32,  # MAPPED
         stream,
     ):
         rows, channels = cute.size(mReadIds, mode=[0]), cute.size(mState, mode=[2])
         grid = [(channels + BLOCK - 1) // BLOCK, cutlass.min(rows, Int32(GRID_Y)), (rows + GRID_Y - 1) // GRID_Y]
         self.kernel.set_name_prefix(self.key.symbol(), remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(mState, mReadIds, mWriteIds, mPositions, mLog, mHalf, mRows, mapped, mAccepted).launch(
+        self.kernel(mState, mReadIds, mWriteIds, mPositions, mLog, mHalf, mRows, mAccepted, flags).launch(
             grid=grid, block=[THREADS, 1, 1], stream=stream
         )
 
@@ -276,8 +276,8 @@ class ConvCommit(_Conv):
         mLog: cute.Tensor,
         mHalf: cute.Tensor,
         mRows: cute.Tensor,
-        mapped: Int32,
         mAccepted: cute.Tensor,
+        flags: Int32,
     ):
         tidx, _, _ = cute.arch.thread_idx()
         bidx, bidy, bidz = cute.arch.block_idx()
@@ -289,7 +289,7 @@ class ConvCommit(_Conv):
                 mAccepted,
                 mHalf,
                 mRows,
-                mapped,
+                (flags & MAPPED) != 0,
                 row,
                 cute.size(mState, mode=[0]),
                 cute.size(mLog, mode=[2]),
@@ -318,14 +318,14 @@ def build(key: ConvVerifyKey | ConvCommitKey):
             log,
             fake_ids(batch, Int32),
             ids(),
-            Int32(0),
             ids(),
+            Int32(0),
             fake_stream(),
         )
     total = cute.sym_int()
     weight, bias = fake_parameters(key, c)
     return cute_compile(
         ConvVerify(key), fake_tokens(total, c), weight, bias, rings, ids(), ids(), ids(),
-        fake_ids(cute.sym_int(), Int32), log, fake_ids(batch, Int32), ids(), Int32(0), ids(), fake_tokens(total, c),
-        fake_stream(),
+        fake_ids(cute.sym_int(), Int32), log, fake_ids(batch, Int32), ids(), ids(), fake_tokens(total, c),
+        Int32(0), fake_stream(),
     )  # fmt: skip

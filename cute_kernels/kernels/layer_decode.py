@@ -28,7 +28,7 @@ from ..compile.cache import cute_compile
 from ..compile.fake import fake_ids, fake_matrix, fake_stream, fake_vector
 from ..configs.layer import CONV_BIAS, CONV_WIDTH, NORM_BF16, SETTLED, SILU_GATE, LayerDecodeKey
 from ..device.arith import fma_rn, sigmoid
-from ..device.conv import DTYPES, convolve, copy_into, fake_tokens, window_ptr
+from ..device.conv import DTYPES, SILU_EXPONENT, convolve, copy_into, fake_tokens, window_ptr
 from ..device.memory import load_vector, narrow, offset_ptr, smem_ptr, store_vector, widen, zero_vector
 from ..device.reduce import owned_row, sum_over
 from ..device.state_io import row_ptr, slot_is_valid, slot_ptr
@@ -322,7 +322,7 @@ class LayerDecode:
             rBias.store(widen(raw, NORM_VALUES).load())
         rows = [widen(rH, NORM_VALUES) for rH in history] + [widen(rX, NORM_VALUES)]
         taps = widen(rTaps, NORM_VALUES * CONV_WIDTH)
-        return narrow(convolve(rows, taps, rBias, NORM_VALUES, CONV_WIDTH, True), NORM_VALUES, BFloat16)
+        return narrow(convolve(rows, taps, rBias, NORM_VALUES, CONV_WIDTH, SILU_EXPONENT), NORM_VALUES, BFloat16)
 
     @cute.jit
     def put_vectors(

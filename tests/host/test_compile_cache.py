@@ -15,7 +15,7 @@ from compact_state.cute_kernels.configs.recurrent import RecurrentDecodeKey, can
 from compact_state.cute_kernels.configs.state_ids import StateIdsKey
 from compact_state.cute_kernels.errors import BackendUnavailableError, CompileCacheError, CompileError
 
-KEY = StateIdsKey(counts=False, half=False, next_ids=False)
+KEY = StateIdsKey()
 
 
 @pytest.fixture
@@ -155,8 +155,8 @@ def test_lookup_is_by_key_alone(monkeypatch):
     loaded = []
     monkeypatch.setattr(cache, "_load", lambda file, key: loaded.append(key) or (lambda: None))
     lookup = cache.jit_cache("state_ids")
-    assert lookup(KEY) is lookup(StateIdsKey(counts=False, half=False, next_ids=False))
-    assert lookup(KEY) is not lookup(StateIdsKey(counts=True, half=False, next_ids=False))
+    assert lookup(KEY) is lookup(StateIdsKey())
+    assert lookup(KEY) is not lookup(StateIdsKey(threads=64))
     assert len(loaded) == 2
 
 

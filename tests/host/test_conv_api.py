@@ -1,0 +1,365 @@
+"""Conv operators and id tracking on a CPU: named errors before anything changes, and the references behind "auto"."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from compact_state.cute_kernels import (
+    advance_state_ids,
+    causal_conv1d_commit,
+    causal_conv1d_decode,
+    causal_conv1d_prefill,
+    causal_conv1d_verify,
+    conv1d,
+    conv_launch,
+    reference,
+)
+from compact_state.cute_kernels import state_ids as state_ids_api
+from compact_state.cute_kernels.checkpoints import Checkpoints
+from compact_state.cute_kernels.compile.manifest import manifest
+from compact_state.cute_kernels.configs import conv1d as configs
+from compact_state.cute_kernels.draft_log import DraftLog
+from compact_state.cute_kernels.errors import BackendUnavailableError, InvalidArgumentError, UnsupportedConfigError
+from compact_state.cute_kernels.reference.datasets import cu_seqlens, ids
+
+N, C, W, S = 3, 16, 4, 5
+BF16 = torch.bfloat16
+OPERATORS = {
+    "prefill": causal_conv1d_prefill,
+    "decode": causal_conv1d_decode,
+    "verify": causal_conv1d_verify,
+    "commit": causal_conv1d_commit,
+}
+ALL = ("prefill", "decode", "verify")
+
+
+def arguments(operator, dtype=BF16):
+    """Correct arguments: N rows of one token each."""
+    rng = torch.Generator().manual_seed(5)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=rng).to(dtype)
+
+    given = {
+        "x": normal(N, C), "weight": normal(C, W), "conv_state": normal(S, W, C), "read_ids": ids(0, 1, -1),
+        "write_ids": ids(0, 2, 3), "positions": ids(4, 9, 0),
+    }  # fmt: skip
+    if operator in ("prefill", "verify"):
+        given["cu_seqlens"] = cu_seqlens([1] * N)
+    if operator in ("verify", "commit"):
+        given["draft_log"] = DraftLog.allocate("gdn", N, 1, 1, C, head_dim_k=8, head_dim_v=8, dtype=dtype)
+        given["draft_log"].x.zero_()
+        given["num_accepted"] = ids(0, 0, 0)
+    if operator == "commit":
+        del given["x"], given["weight"]
+    return given
+
+
+@pytest.fixture
+def on_kernels(monkeypatch):
+    """Every call takes the kernels' path, whose launches only record that they happened."""
+    launches = []
+    monkeypatch.setattr(conv1d, "uses_kernels", lambda backend, device: True)
+    for name in ("launch_prefill", "launch_decode", "launch_verify", "launch_commit"):
+        monkeypatch.setattr(conv_launch, name, lambda *a, name=name, **k: launches.append(name))
+    return launches
+
+
+def refused(operator, given, error, match):
+    tensors = [value for value in given.values() if isinstance(value, torch.Tensor) and value.is_floating_point()]
+    before = [tensor.clone() for tensor in tensors]
+    with pytest.raises(error, match=match) as caught:
+        OPERATORS[operator](**given)
+    assert "allowed" in str(caught.value)
+    assert all(torch.equal(a, b) for a, b in zip(tensors, before))
+
+
+@pytest.mark.parametrize("operator", ALL)
+def test_auto_runs_the_reference_here(operator):
+    ours, theirs = arguments(operator), arguments(operator)
+    out = torch.empty(N, C, dtype=BF16)
+    assert OPERATORS[operator](**ours, bias=torch.ones(C), activation=None, out=out) is out
+    oracle = getattr(reference, f"causal_conv1d_{operator}")
+    assert torch.equal(out, oracle(**theirs, bias=torch.ones(C), activation=None))
+    assert torch.equal(ours["conv_state"], theirs["conv_state"])
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_kernels_off_the_gpu_are_an_error(operator):
+    given = arguments(operator)
+    refused(operator, {**given, "backend": "kernels"}, BackendUnavailableError, r"tensors are on cpu; allowed: a CUDA")
+    refused(operator, {**given, "backend": "triton"}, InvalidArgumentError, r"backend: got 'triton'; allowed: 'auto'")
+
+
+WRONG = [
+    ("x", [[1.0]], ALL, r"x: got list; allowed: a tensor"),
+    ("x", torch.zeros(N, C, 1), ALL, r"x: got .*\[3, 16, 1\].*allowed: a tensor \[rows, C\]"),
+    ("x", torch.zeros(N, C, dtype=torch.int32), ALL, r"x: got torch.int32"),
+    ("x", torch.zeros(C, N, dtype=BF16).t(), ALL, r"x: got .*strides \[1, 3\].*allowed: rows whose trailing"),
+    ("weight", torch.zeros(C), ALL, r"weight: got .*allowed: a tensor \[C, W\]"),
+    ("weight", torch.zeros(C + 8, W), ALL, r"weight: got torch.float32 \[24, 4\].*allowed: .*\[16, 4\] on cpu"),
+    ("weight", torch.zeros(W, C).t(), ALL, r"weight: got .*allowed: rows whose trailing"),
+    ("conv_state", torch.zeros(S, C), (*ALL, "commit"), r"conv_state: got .*allowed: "),
+    ("conv_state", torch.zeros(S, W - 1, C, dtype=BF16), ALL, r"conv_state: got .*\[5, 3, 16\].*\[any, 4, 16\]"),
+    ("conv_state", torch.zeros(S, W, C), ALL, r"conv_state: got torch.float32.*allowed: torch.bfloat16"),
+    ("conv_state", torch.zeros(S, W * C + 4, dtype=BF16)[:, :-4].unflatten(1, (W, C)), (*ALL, "commit"),
+     r"conv_state: got address .*row stride 136 B; allowed: .*multiples of 16 B"),
+    ("conv_state", torch.zeros(S, C, W, dtype=BF16).mT, (*ALL, "commit"), r"conv_state: got .*allowed: rows whose"),
+    ("activation", "relu", ALL, r"activation: got 'relu'; allowed: 'silu' or None"),
+    ("bias", torch.zeros(C + 1), ALL, r"bias: got .*\[17\].*allowed: .*\[16\]"),
+    ("read_ids", [0, 1, 2], (*ALL, "commit"), r"read_ids: got list; allowed: "),
+    ("read_ids", ids(0, 1), ("decode",), r"read_ids: got torch.int32 \[2\].*allowed: torch.int32 \[3\]"),
+    ("write_ids", ids(0, 1), (*ALL, "commit"), r"write_ids: got torch.int32 \[2\].*allowed: torch.int32 \[3\]"),
+    ("positions", ids(0, 1, 2, 3), (*ALL, "commit"), r"positions: got torch.int32 \[4\]"),
+    ("cu_seqlens", ids(0, 1, 2), ("prefill", "verify"), r"cu_seqlens: got torch.int32 \[3\].*allowed: torch.int32 \[4\]"),
+    ("out", torch.zeros(N, C), ALL, r"out: got torch.float32.*allowed: torch.bfloat16"),
+    ("out", torch.zeros(N + 1, C, dtype=BF16), ALL, r"out: got .*\[4, 16\].*allowed: .*\[3, 16\]"),
+    ("checkpoints", "all", ("prefill",), r"checkpoints: got str; allowed: a Checkpoints"),
+    ("checkpoints", Checkpoints(ids(0, 0), ids(), ids()), ("prefill",), r"checkpoints.cu: got .*\[2\].*\[4\]"),
+    ("checkpoints", Checkpoints(ids(0, 1, 1, 1), ids(1), ids()), ("prefill",), r"checkpoints.slots: got .*\[0\].*\[1\]"),
+    ("draft_log", None, ("verify", "commit"), r"draft_log: got no log of conv inputs; allowed: a DraftLog"),
+    ("num_accepted", ids(0, 0), ("verify", "commit"), r"num_accepted: got torch.int32 \[2\].*\[3\]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize(
+    ("operator", "name", "value", "match"),
+    [(operator, name, value, match) for name, value, operators, match in WRONG for operator in operators],
+)
+def test_wrong_arguments_are_named(operator, name, value, match, kernels, request):
+    launches = request.getfixturevalue("on_kernels") if kernels else []
+    refuse_by_itself(request, kernels)
+    refused(operator, {**arguments(operator), name: value}, InvalidArgumentError, match)
+    assert not launches
+
+
+def refuse_by_itself(request, kernels):
+    """Decode leaves most checks to the loaded function, which refuses what is wrong before it launches."""
+    if kernels:
+
+        def launch_decode(*given, **options):
+            raise TypeError("the loaded function's own words")
+
+        request.getfixturevalue("monkeypatch").setattr(conv_launch, "launch_decode", launch_decode)
+
+
+@pytest.mark.parametrize("name", ["read_ids", "write_ids", "positions", "num_accepted"])
+@pytest.mark.parametrize("form", ["int64", "[N, 1]", "a column of a table"])
+def test_A8_other_forms_of_ids_are_refused(name, form):
+    value = ids(0, 1, 2)
+    value = {
+        "int64": value.long(),
+        "[N, 1]": value[:, None],
+        "a column of a table": torch.zeros(N, 7, dtype=torch.int32)[:, 0],
+    }[form]
+    for operator in OPERATORS:
+        given = arguments(operator)
+        if name in given:
+            refused(operator, {**given, name: value}, InvalidArgumentError, rf"{name}: got .*allowed: ")
+
+
+@pytest.mark.parametrize("operator", ["verify", "commit"])
+def test_logs_that_do_not_fit_are_refused(operator):
+    given = arguments(operator)
+    log = given["draft_log"]
+
+    def change(**fields):
+        return {**given, "draft_log": dataclasses.replace(log, **fields)}
+
+    refused(operator, change(x=None), InvalidArgumentError, "draft_log: got no log of conv inputs")
+    refused(operator, change(x=log.x[..., :8]), InvalidArgumentError, r"draft_log.x: got .*allowed: .*\[3, 2, 8, 16\]")
+    refused(operator, change(x=log.x.float()), InvalidArgumentError, r"draft_log.x: got torch.float32")
+    wide = torch.zeros(N, 2, 8, 2 * C, dtype=BF16)[..., :C]
+    refused(operator, change(x=wide), InvalidArgumentError, r"draft_log.x: got strides .*allowed: a contiguous tensor")
+    refused(operator, change(half=ids(0, 0)), InvalidArgumentError, r"draft_log.half: got .*\[2\].*allowed: .*\[3\]")
+    refused(operator, change(rows=ids(0, 1)), InvalidArgumentError, r"draft_log.rows: got .*\[2\].*allowed: .*\[3\]")
+    # F6: four log rows cannot serve five sequences, unless a map says which.
+    short = DraftLog.allocate("gdn", N - 1, 1, 1, C, head_dim_k=8, head_dim_v=8)
+    refused(
+        operator, {**given, "draft_log": short}, InvalidArgumentError, "draft_log: got 2 log rows; allowed: at least 3"
+    )
+    short.rows = ids(1, 0, -1)
+    short.x.zero_()
+    OPERATORS[operator](**{**given, "draft_log": short})
+
+
+UNSERVED = [
+    ({"x": torch.zeros(N, C), "conv_state": torch.zeros(S, W, C)}, r"x is torch.float32; allowed with kernels"),
+    ({"weight": torch.zeros(C, W, dtype=torch.float16)}, r"weight is torch.float16; allowed with kernels"),
+    ({"bias": torch.zeros(C)}, r"bias is torch.float32; allowed with kernels: weight's torch.bfloat16"),
+    (
+        {"weight": torch.zeros(C, 5, dtype=BF16), "conv_state": torch.zeros(S, 5, C, dtype=BF16)},
+        r"width 5, 16 channels; allowed with kernels: width 2, 3 or 4",
+    ),
+    (
+        {
+            "x": torch.zeros(N, 12, dtype=BF16),
+            "weight": torch.zeros(12, W, dtype=BF16),
+            "conv_state": torch.zeros(S, W, 16, dtype=BF16)[..., :12].contiguous()[:0],
+        },
+        r"width 4, 12 channels; allowed with kernels: .*multiple of 8 channels",
+    ),
+]
+
+
+@pytest.mark.parametrize("operator", ["prefill", "decode"])
+@pytest.mark.parametrize(("change", "match"), UNSERVED)
+def test_what_only_references_serve_is_named(operator, change, match, on_kernels, request):
+    refuse_by_itself(request, True)
+    refused(operator, {**arguments(operator), **change}, UnsupportedConfigError, match)
+    assert not on_kernels
+
+
+def off_by(elements, *shape):
+    """A tensor whose address is `elements` bf16 elements behind a 16-byte boundary."""
+    size = torch.Size(shape).numel()
+    return torch.zeros(size + 16, dtype=BF16)[elements : elements + size].view(shape)
+
+
+@pytest.mark.parametrize("operator", ALL)
+def test_C3_memory_off_16_bytes_is_refused_by_kernels(operator, on_kernels):
+    projection = torch.zeros(N, C + 12, dtype=BF16)
+    changes = [
+        ("x", projection[:, 4 : 4 + C], r"x: got address .*row stride 56 B; allowed: .*multiples of 16 B"),
+        ("weight", off_by(1, C, W), r"weight: got address .*allowed: a contiguous tensor at a multiple of 16 B"),
+        ("weight", torch.zeros(C, 2 * W, dtype=BF16)[:, :W], r"weight: got .*strides \[8, 1\]"),
+        ("bias", off_by(1, C), r"bias: got address .*allowed: a contiguous tensor"),
+        ("bias", torch.zeros(C, 2, dtype=BF16)[:, 0], r"bias: got .*strides \[2\]"),
+        ("out", off_by(4, N, C), r"out: got address"),
+    ]
+    for name, value, match in changes:
+        refused(operator, {**arguments(operator), name: value}, InvalidArgumentError, match)
+    assert not on_kernels
+
+
+def test_prefill_into_its_input_is_refused_by_kernels(on_kernels):
+    given = arguments("prefill")
+    refused("prefill", {**given, "out": given["x"]}, InvalidArgumentError, "out: got x itself; allowed: memory apart")
+    assert not on_kernels
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_right_arguments_launch_once(operator, on_kernels):
+    OPERATORS[operator](**arguments(operator))
+    assert on_kernels == [f"launch_{operator}"]
+
+
+def test_no_rows_launch_nothing(on_kernels):
+    none = ids()
+    out = causal_conv1d_decode(
+        torch.zeros(0, C, dtype=BF16), torch.zeros(C, W, dtype=BF16), torch.zeros(S, W, C, dtype=BF16), none, none, none
+    )
+    assert out.shape == (0, C)
+    assert not on_kernels
+
+
+def test_launches_pass_flags_and_stand_ins(monkeypatch):
+    """What a call leaves out becomes a flag and a tensor that is not looked at; nothing is allocated for it."""
+    calls = []
+    for name in ("_decode", "_prefill", "_verify"):
+        monkeypatch.setattr(conv_launch, name, lambda key: lambda *given: calls.append((key, given)))
+    monkeypatch.setattr(conv1d, "uses_kernels", lambda backend, device: True)
+    given = arguments("decode")
+    causal_conv1d_decode(**given, activation=None)
+    causal_conv1d_decode(**given, bias=torch.zeros(C, dtype=BF16), settled=True)
+    (key, plain), (other, full) = calls
+    assert key == other == configs.choose_decode(W, "bfloat16")
+    assert plain[2] is given["weight"]
+    assert plain[-1] == 0
+    assert full[2].shape == (1, C)
+    assert full[-1] == configs.SETTLED | configs.BIAS | configs.SILU
+    calls.clear()
+    given = arguments("prefill")
+    marks = Checkpoints(ids(0, 1, 1, 1), ids(1), ids(4))
+    causal_conv1d_prefill(**given)
+    causal_conv1d_prefill(**given, checkpoints=marks)
+    (_, plain), (_, kept) = calls
+    assert plain[-1] == configs.SILU
+    assert all(given["read_ids"] is stand_in for stand_in in plain[9:11])
+    assert kept[-1] == configs.SILU | configs.CHECKPOINTS
+    assert kept[8:11] == (marks.cu, marks.ends, marks.slots)
+
+
+def test_every_conv_key_has_its_own_symbol():
+    """Any two keys of the spaces differ in their symbol, so every field is in it; the choices are legal and in the space."""
+    for width in configs.WIDTHS:
+        decodes = [key for weight in configs.SHORT for key in configs.decode_candidates(width, weight)]
+        prefills = [key for weight in configs.SHORT for key in configs.prefill_candidates(width, weight)]
+        keys = [*decodes, *prefills, configs.ConvVerifyKey(width, "float32"), configs.ConvCommitKey(width)]
+        assert len({key.symbol() for key in keys}) == len(keys)
+        for weight in configs.SHORT:
+            assert configs.choose_decode(width, weight) in decodes
+            assert configs.choose_prefill(width, weight) in prefills
+    for key in (
+        configs.ConvDecodeKey(5, "bfloat16"),
+        configs.ConvDecodeKey(4, "bfloat16", vec=16),
+        configs.ConvDecodeKey(4, "bfloat16", threads=48),
+        configs.ConvDecodeKey(4, "bfloat16", threads=256, lanes=2),
+        configs.ConvPrefillKey(4, "bfloat16", vec=2),
+        configs.ConvPrefillKey(4, "bfloat16", tokens=2),
+        configs.ConvCommitKey(1),
+    ):
+        assert key.rejection() is not None
+    shipped = [
+        entry for entry in manifest() if entry.kernel_file.startswith("conv1d") or entry.kernel_file == "state_ids"
+    ]
+    assert len(shipped) <= 12
+    assert all(getattr(entry.key, "rejection", lambda: None)() is None for entry in shipped)
+
+
+# --- id tracking -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"read_ids": [0]}, r"read_ids: got list; allowed: int32 \[N\]"),
+        ({"read_ids": ids(0, 1)[:, None]}, r"read_ids: got \[2, 1\]; allowed: int32 \[N\]"),
+        ({"write_ids": ids(0)}, r"write_ids: got torch.int32 \[1\].*allowed: torch.int32 \[2\]"),
+        ({"positions": ids(0, 1).long()}, r"positions: got torch.int64"),
+        ({"num_accepted": torch.zeros(2, 7, dtype=torch.int32)[:, 0]}, r"num_accepted: got .*strides \[7\]"),
+        ({"num_tokens": torch.zeros(2)}, r"num_tokens: got torch.float32"),
+        ({"log_half": ids(0, 0, 0)}, r"log_half: got torch.int32 \[3\]"),
+        ({"next_write_ids": "free"}, r"next_write_ids: got str"),
+        ({"num_slots": -1}, r"num_slots: got -1; allowed: the number of slots"),
+    ],
+)
+def test_tracking_refuses_by_name(change, match, kernels, monkeypatch):
+    launched = []
+
+    def function(*given):
+        if any(not isinstance(value, (torch.Tensor, int)) for value in given) or "num_slots" not in change:
+            raise TypeError("the loaded function's own words")
+        launched.append(given)
+
+    if kernels:
+        monkeypatch.setattr(state_ids_api, "uses_kernels", lambda backend, device: True)
+        monkeypatch.setattr(state_ids_api, "_advance", lambda key: function)
+    given = {"read_ids": ids(0, 1), "write_ids": ids(2, 3), "positions": ids(4, 5), "num_slots": S, **change}
+    with pytest.raises(InvalidArgumentError, match=match):
+        advance_state_ids(**given)
+    assert not launched
+
+
+def test_tracking_passes_flags(monkeypatch):
+    from compact_state.cute_kernels.configs.state_ids import COUNTS, HALF, NEXT_IDS
+
+    calls = []
+    monkeypatch.setattr(state_ids_api, "uses_kernels", lambda backend, device: True)
+    monkeypatch.setattr(state_ids_api, "_advance", lambda key: lambda *given: calls.append(given))
+    read, write, positions, counts, half, following = (ids(n, n) for n in range(6))
+    advance_state_ids(read, write, positions, num_slots=S)
+    advance_state_ids(read, write, positions, num_slots=S, num_tokens=counts)
+    advance_state_ids(read, write, positions, num_slots=S, num_tokens=half, num_accepted=counts, log_half=half)
+    advance_state_ids(read, write, positions, num_slots=S, next_write_ids=following)
+    advance_state_ids(ids(), ids(), ids(), num_slots=S)
+    assert [call[-1] for call in calls] == [0, COUNTS, COUNTS | HALF, NEXT_IDS]
+    assert calls[0][3:6] == (read, read, read)
+    assert calls[1][3] is calls[2][3] is counts
+    assert calls[2][4] is half
+    assert calls[3][5] is following
