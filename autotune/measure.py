@@ -41,10 +41,16 @@ def _wrong(prepared: Prepared, contender: Contender) -> str | None:
     return f"wrong result: RMS ratios {bad}, allowed {prepared.tolerance}" if bad else None
 
 
+def _other_bits(contender: Contender, expected: torch.Tensor) -> str | None:
+    """Candidates are chosen by size, so they must agree in every bit: a row's result may not depend on its batch."""
+    out = contender.launches[0]()
+    return None if torch.equal(out, expected) else "other bits than the heuristic's choice"
+
+
 def measure_case(
     case: Case, keys: Sequence[Key], space: Space, ws: Workspace, timer: Timer, facts: dict[str, Any]
 ) -> list[Trial]:
-    """One trial a key, in order. A candidate that fails or gives a wrong result has an error instead of a time.
+    """One trial a key, in order. A candidate that fails, is wrong or differs in a bit has an error instead of a time.
 
     Pools are put back before every candidate is checked and before every timed round.
     """
@@ -56,6 +62,7 @@ def measure_case(
         prepared: Prepared = bench.prepare(case, ws, {})
         ours = next(contender for contender in prepared.contenders if contender.name == "ours")
         restore = ws.save()
+        expected = _under(space.kernel, settings(default), ours.launches[0])().clone()
         for key in keys:
             wanted = settings(key)
             launches = [_under(space.kernel, wanted, launch) for launch in ours.launches]
@@ -64,6 +71,8 @@ def measure_case(
             try:
                 restore()
                 error = _wrong(prepared, contender)
+                restore()
+                error = error or _other_bits(contender, expected)
             except Exception as failure:  # one candidate that cannot launch leaves the others to be timed
                 error = f"{type(failure).__name__}: {str(failure)[:300]}"
             if error is None:

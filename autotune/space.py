@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from ..cute_kernels.compile.manifest import Entry, ResourceBudget
-from ..cute_kernels.configs import recurrent, tables
+from ..cute_kernels.configs import layer, recurrent, tables
 from ..perf.cases import Case
 
 
@@ -96,7 +96,31 @@ _DECODE = Space(
     budget=ResourceBudget(max_registers=128),
 )
 
-SPACES: dict[str, Space] = {"gdn_decode": _DECODE, "kda_decode": _DECODE}
+
+def _layer_shape(case: Case) -> Shape:
+    return {**_recurrent_shape(case), "weight": "bfloat16"}  # what the benchmark's layers hold
+
+
+def _layer_candidates(shape: Shape) -> list[Key]:
+    return list(layer.candidates(shape["kind"], shape["state"], shape["weight"]))
+
+
+_LAYER = Space(
+    kernel="layer_decode",
+    size="heads",
+    shape=_layer_shape,
+    heuristic=layer.heuristic,
+    choose=layer.choose,
+    candidates=_layer_candidates,
+    budget=ResourceBudget(max_registers=128, max_shared_bytes=76 * 1024),
+)
+
+SPACES: dict[str, Space] = {
+    "gdn_decode": _DECODE,
+    "kda_decode": _DECODE,
+    "gdn_layer_decode": _LAYER,
+    "kda_layer_decode": _LAYER,
+}
 
 
 def space_of(operator: str) -> Space:

@@ -215,7 +215,8 @@ def launch_decode(
         flags |= configs.NORM_BF16
         norm_weight = norm_weight.view(torch.float32)  # words of two; the kernel reads them by the flag
     weight = STATE_NAMES.get(conv_weight.dtype, "float32")
-    key = configs.choose(kind_of(kda, lower_bound), STATE_NAMES.get(state.dtype, "float32"), weight)
+    heads = x.shape[0] * state.shape[1]
+    key = configs.choose(kind_of(kda, lower_bound), STATE_NAMES.get(state.dtype, "float32"), weight, heads)
     try:
         layer_decode(key)(
             x,

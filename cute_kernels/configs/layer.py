@@ -6,11 +6,11 @@ rows of V in passes of `warps * 4 * rows`, each of which lands in shared memory 
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from ..compile.manifest import Entry, ResourceBudget
+from . import tables
 from .recurrent import KINDS, SHORT, STATE_DTYPES, Kind, StateDtype
 
 WeightDtype = Literal["float32", "bfloat16"]
@@ -30,6 +30,8 @@ class LayerDecodeKey:
 
     weight: dtype of the conv's taps and bias. rows: V rows a lane holds at a time, 1, 2 or 4. warps: warps a block.
     """
+
+    TUNED: ClassVar[tuple[str, ...]] = ("rows", "warps")
 
     kind: Kind
     state: StateDtype
@@ -62,9 +64,15 @@ class LayerDecodeKey:
         return None
 
 
-@functools.lru_cache(maxsize=4096)
-def choose(kind: Kind, state: StateDtype, weight: WeightDtype) -> LayerDecodeKey:
-    """The specialisation for every batch: 16 KiB (bf16: 8 KiB) a bulk copy kept the most bytes in flight when measured."""
+@tables.memoised
+def choose(kind: Kind, state: StateDtype, weight: WeightDtype, heads: int = 0) -> LayerDecodeKey:
+    """The specialisation for `heads` = sequences x value heads (0: unknown): a table's where it has one, else the heuristic's."""
+    default = heuristic(kind, state, weight, heads)
+    return tables.tuned("layer_decode", default, kind=kind, state=state, weight=weight, heads=heads)
+
+
+def heuristic(kind: Kind, state: StateDtype, weight: WeightDtype, heads: int = 0) -> LayerDecodeKey:
+    """One for every batch: 16 KiB (bf16: 8 KiB) a bulk copy kept the most bytes in flight when measured."""
     return LayerDecodeKey(kind, state, weight, 2, 8 if state == "float32" else 4)
 
 
@@ -76,6 +84,12 @@ def candidates(kind: Kind, state: StateDtype, weight: WeightDtype) -> list[Layer
 
 def shipped() -> list[Entry]:
     """Entries of the manifest: what `choose` can return."""
-    keys = [choose(kind, state, weight) for kind in KINDS for state in STATE_DTYPES for weight in WEIGHT_DTYPES]
+    keys: set[LayerDecodeKey] = set()
+    for kind in KINDS:
+        for state in STATE_DTYPES:
+            for weight in WEIGHT_DTYPES:
+                shape = {"kind": kind, "state": state, "weight": weight}
+                keys |= {heuristic(kind, state, weight)}
+                keys |= tables.shipped_keys("layer_decode", shape, heuristic(kind, state, weight))
     budget = ResourceBudget(max_registers=128, max_shared_bytes=76 * 1024)
-    return [Entry("layer_decode", key, budget) for key in keys]
+    return [Entry("layer_decode", key, budget) for key in sorted(keys, key=repr)]

@@ -56,7 +56,7 @@ class RecurrentDecodeKey:
 
 # From the sweep in docs/autotune.md; `heads` is sequences x value heads. Starting while the launch before drains gains at
 # every size but one: KDA on a bf16 pool, where above this many heads the running blocks need the slots it takes.
-KDA_BF16_PDL_MAX_HEADS = 1024
+KDA_BF16_PDL_MAX_HEADS = 1536
 # A GDN bf16 row of four is the fewest instructions an element; with few heads shorter rows finish sooner.
 GDN_BF16_SMALL_HEADS = 64
 
