@@ -14,6 +14,7 @@ from . import schema
 from .cases import OPS
 from .tables import (
     best_peer,
+    eager_note,
     environment_line,
     missing_peers,
     number,
@@ -78,7 +79,7 @@ def family_block(stem: str, result: dict[str, Any], images: list[str]) -> str:
         rows = [row for row in result["rows"] if row["op"] == op]
         if not rows:
             continue
-        parts += [summary(op, rows), missing_peers(rows)]
+        parts += [summary(op, rows), eager_note(rows), missing_peers(rows)]
         details = f"<details><summary>{op}: all {len(rows)} cells</summary>"
         parts += [f"{details}\n\n{rows_table(rows)}\n\n</details>"]
     if result.get("failures"):

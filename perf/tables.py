@@ -68,6 +68,17 @@ def label(row: Row) -> str:
     return " ".join(parts)
 
 
+def _peer_cell(row: Row, peer: str) -> str:
+    """A peer's time, starred where it could not be captured in a graph, so that its launch cost is in it."""
+    return number(row["peers"].get(peer)) + ("*" if peer in row.get("eager_peers", ()) else "")
+
+
+def eager_note(rows: Sequence[Row]) -> str:
+    """What the stars mean, if there are any."""
+    names = sorted({peer for row in rows for peer in row.get("eager_peers", ())})
+    return f"* {', '.join(names)} could not be captured in a graph: its host time is included." if names else ""
+
+
 def rows_table(rows: Sequence[Row]) -> str:
     """All rows of one operator: times, floor, slab copy, peers and ratios."""
     peers = sorted({name for row in rows for name in row["peers"]})
@@ -86,7 +97,7 @@ def rows_table(rows: Sequence[Row]) -> str:
         cells += ([row.get("gates") or "-"] if gates else []) + ([str(row.get("accepted", "-"))] if accepted else [])
         cells += [number(row["ours_us"])] + ([number(row.get("ours_in_place_us"))] if in_place else [])
         cells += [number(row["floor_us"])] + ([number(row["slab_copy_us"])] if slab else [])
-        cells += [number(row["peers"].get(peer)) for peer in peers] + [over(row["ours_us"], row["floor_us"])]
+        cells += [_peer_cell(row, peer) for peer in peers] + [over(row["ours_us"], row["floor_us"])]
         cells += [over(row["ours_us"], row["slab_copy_us"])] if slab else []
         cells += [number(ratio_to_best(row)), number(row.get("host_us"), 1), f"{100 * row['spread']:.1f} %"]
         lines.append(cells)

@@ -216,3 +216,12 @@ def test_identity_tells_gates_and_accepted_apart() -> None:
     rows = [row(op="gdn_verify", workload="B64T6", accepted=n) for n in (0, 3)]
     assert schema.identity(rows[0]) != schema.identity(rows[1])
     assert json.loads(json.dumps(rows[0])) == rows[0]
+
+
+def test_a_peer_timed_outside_a_graph_is_marked() -> None:
+    rows = [row(peers={"fla": 80.0}, eager_peers=["fla"]), row(workload="B1", peers={"fla": 70.0})]
+    text = tables.rows_table(rows)
+    assert "80.00*" in text
+    assert "70.00 |" in text
+    assert tables.eager_note(rows) == "* fla could not be captured in a graph: its host time is included."
+    assert tables.eager_note(rows[1:]) == ""
