@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from rich.console import Console
 from rich.table import Table
@@ -80,10 +81,17 @@ class DemoReport:
         console.print(table)
 
 
+class Compared(Protocol):
+    """A report that lists differences."""
+
+    @property
+    def mismatches(self) -> list[str]: ...
+
+
 class DemoMismatchError(Exception):
     """Served outputs differ from the isolated recomputation. `report` has the numbers."""
 
-    def __init__(self, report: DemoReport) -> None:
+    def __init__(self, report: Compared) -> None:
         self.report = report
         shown = "\n  ".join(report.mismatches[:8])
         super().__init__(f"{len(report.mismatches)} differences from the isolated recomputation:\n  {shown}")

@@ -132,11 +132,17 @@ class Server:
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self.settings.max_running:
             request = self._waiting[0]
+            if not self._ready(request):
+                return
             if not self.life.admit(request):
                 self.waits += 1
                 return
             self._running.append(self._waiting.popleft())
             self._served(request).resumed.append(request.resumed)
+
+    def _ready(self, request: StateRequest) -> bool:
+        """Whether an arrived request may be admitted; a server with a store waits for its answer here."""
+        return True
 
     def _served(self, request: StateRequest) -> Served:
         assert isinstance(request.id, int)
