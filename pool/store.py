@@ -129,7 +129,8 @@ class MooncakeStateStore(StoreBase):
 
     def pending(self, request: StateRequest) -> bool:
         """Whether a find or load of this request may still spare it computing."""
-        return request.phase is Phase.LOADING or any(find.request is request for find in self._finds.values())
+        asked = (*self._finds.values(), *self._parked)
+        return request.phase is Phase.LOADING or any(find.request is request for find in asked)
 
     def _found(self, done: Completion) -> None:
         find = self._finds.pop(done.op, None)
@@ -155,6 +156,9 @@ class MooncakeStateStore(StoreBase):
             return
         find.names = [name for name in find.names if not self._avoids(name)]
         if not find.names or find.attempts <= 0 or self.index.lookup(request.key).position >= find.names[0].position:
+            return
+        if self.ledger.gets_in_flight >= self.ledger.max_gets and self._clock() < find.deadline:
+            self._parked.append(find)
             return
         name = find.names.pop(0)
         find.attempts -= 1
@@ -206,6 +210,9 @@ class MooncakeStateStore(StoreBase):
         for active in [active for active in self._active.values() if not active.queued]:
             self._advance(active)
         self._remove_bad(now)
+        parked, self._parked = self._parked, []
+        for find in parked:
+            self._load(find)
         self._start_puts()
         self._follow_pool()
 
@@ -309,7 +316,7 @@ class MooncakeStateStore(StoreBase):
     def settle(self, timeout_s: float) -> bool:
         """Polls until nothing is queued or in flight. False if that takes longer than `timeout_s`."""
         limit = self._clock() + timeout_s
-        while self._backlog or self._active or self._finds:
+        while self._backlog or self._active or self._finds or self._parked:
             if self._clock() >= limit:
                 return False
             self.poll()

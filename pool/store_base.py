@@ -90,6 +90,8 @@ class StoreBase:
         self._queued: set[int] = set()
         self._active: dict[int, Active] = {}
         self._finds: dict[int, Find] = {}
+        #: Finds with an answer whose load waits for another to end.
+        self._parked: list[Find] = []
         self._next = -1
         #: Names that are not asked for before a time: their load failed, or their key is to be removed.
         self._avoided: OrderedDict[str, float] = OrderedDict()

@@ -131,6 +131,30 @@ def test_two_requests_share_one_load(make):
         rig.life.cancel(request)
 
 
+def test_loads_past_the_cap_wait_until_the_finds_deadline(make):
+    stored_by_another(make, positions=(4, 8, 12))
+    now = [0.0]
+    rig = make(max_gets=1, clock=lambda: now[0])
+    rig.raw[0].gate.clear()
+    requests = [rig.request(PROMPT[: position + 1]) for position in (4, 8, 12)]
+    for request, position in zip(requests, (4, 8, 12)):
+        assert rig.store.find(request, [position])
+    rig.settle(lambda: len(rig.store._parked) == 2)
+    assert all(rig.store.pending(request) for request in requests)
+    now[0] = QUICK.find_deadline_s - 0.1
+    rig.raw[0].gate.set()
+    rig.settle(lambda: rig.ledger.counters.gets_ok == 2)
+    rig.raw[0].gate.clear()
+    rig.settle(lambda: not rig.store._parked)
+    now[0] = QUICK.find_deadline_s + 0.1
+    rig.raw[0].gate.set()
+    rig.settle(lambda: not any(rig.store.pending(request) for request in requests))
+    for request in requests:
+        assert rig.life.admit(request)
+        assert request.resumed == len(request.key) - 1
+        rig.life.cancel(request)
+
+
 def test_a_cancel_while_loading_frees_the_slot_only_at_the_end(make):
     stored_by_another(make)
     rig = make()
