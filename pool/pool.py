@@ -71,7 +71,7 @@ class StatePool:
         if self.memory is None:
             self.memory = torch.empty((self.num_slots, self.slot_bytes), dtype=torch.uint8, device=self.device)
             if self.poison_on_free:
-                self.memory.fill_(POISON_BYTE)
+                self._fill(self.memory)
 
     def release(self) -> None:
         """Frees the memory. StuckLeaseError unless the ledger is asleep: a transfer or step may still touch it."""
@@ -105,10 +105,14 @@ class StatePool:
         return snapshot(self.ledger, index)
 
     def poison(self, slot: int) -> None:
-        """Fills a slot with NaN and waits for it, so that no transfer granted later can be overwritten by the fill."""
+        """Fills a slot with NaN and waits for it."""
+        self._fill(self._allocated()[slot])
+
+    def _fill(self, part: torch.Tensor) -> None:
+        """Waits, so that no step or transfer of another stream that comes later can be overwritten by the fill."""
         import torch
 
-        self._allocated()[slot].fill_(POISON_BYTE)
+        part.fill_(POISON_BYTE)
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
