@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from . import mooncake
-from .errors import ErrorClass, PoolError, StuckLeaseError
+from .errors import ErrorClass, PoolError, StateIOError, StuckLeaseError
+from .fences import Fence
 from .mooncake import StoreClient, error_of, is_transport
 from .observe import traced
 from .pool import StatePool
@@ -29,11 +30,39 @@ class _Queued:
     taken: bool = False
 
 
+class StepFences:
+    """Fences of one rank's steps for its transfer threads, where the ledger hears of another rank's fences only."""
+
+    def __init__(self, timeout_s: float = 10.0) -> None:
+        self.timeout_s = timeout_s
+        self._fences: deque[tuple[int, Fence]] = deque()
+        self._last = 0
+        self._changed = threading.Condition()
+
+    def record(self, step: int, fence: Fence) -> None:
+        """The step's work is queued on this rank's device; `fence` comes after it."""
+        with self._changed:
+            while self._fences and self._fences[0][1].passed():
+                self._fences.popleft()
+            self._fences.append((step, fence))
+            self._last = step
+            self._changed.notify_all()
+
+    def wait(self, step: int) -> None:
+        """Returns once the work of `step` is done here. StateIOError if it is not even queued within `timeout_s`."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._last >= step, self.timeout_s):
+                raise StateIOError(f"step {step} was not launched on this rank within {self.timeout_s} s")
+            fence = next((fence for number, fence in self._fences if number >= step), None)
+        if fence is not None:
+            fence.wait()
+
+
 class StateTransfer:
     """A `RankPort` over a Mooncake client in this process.
 
-    `wait_step(step)` blocks a transfer thread until this rank's fence of `step` has passed; needed only where the
-    ledger's half hears of the fences of another rank (`fence_ranks=1`). `mode`: see store_memory.
+    `wait_step(step)` blocks a transfer thread until this rank's fence of `step` has passed (`StepFences.wait`); needed
+    only where the ledger's half hears of the fences of another rank (`fence_ranks=1`). `mode`: see store_memory.
     """
 
     def __init__(

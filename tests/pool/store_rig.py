@@ -50,17 +50,19 @@ class Rig:
         identity: StoreIdentity = IDENTITY,
         mode: str = "auto",
         heads: int = 2,
+        device: str = "cpu",
         clock: Callable[[], float] = time.monotonic,
         wait_step: Callable[[int], None] | None = None,
         **ledger: Any,
     ) -> None:
         # One device fence stands for all ranks of this process.
         ledger.setdefault("fence_ranks", 1)
-        first = StatePool(layout(heads), slots, poison_on_free=True, ranks=len(clients), **ledger)
+        options = {"device": device, "poison_on_free": True}
+        first = StatePool(layout(heads), slots, ranks=len(clients), **options, **ledger)
         self.ledger = first.ledger
         self.pools = [first]
         for _ in clients[1:]:
-            self.pools.append(StatePool(layout(heads), slots, ledger=first.ledger, poison_on_free=True))
+            self.pools.append(StatePool(layout(heads), slots, ledger=first.ledger, **options))
         self.ledger.on_free = lambda slot: [pool.poison(slot) for pool in self.pools]
         self.index = CheckpointIndex(self.ledger)
         self.life = Lifecycle(self.ledger, self.index, first)
@@ -91,7 +93,7 @@ class Rig:
         """Fails unless the slot holds exactly the state after `position` tokens of `key`, on every rank."""
         for rank, pool in enumerate(self.pools):
             assert pool.memory is not None
-            assert torch.equal(pool.memory[slot], self.pattern(key, position, rank)), f"wrong state, rank {rank}"
+            assert torch.equal(pool.memory[slot].cpu(), self.pattern(key, position, rank)), f"wrong state, rank {rank}"
             self.verified += pool.slot_bytes
 
     # Requests

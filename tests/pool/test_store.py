@@ -12,7 +12,7 @@ from compact_state.pool import ConfigError, PoolClosedError, PrefixKey, StateIOE
 from compact_state.pool.mooncake import MooncakeConfig, StoreClient, error_of, is_transport
 from compact_state.pool.store_keys import StoreIdentity
 from compact_state.pool.store_report import register_store_metrics
-from compact_state.pool.store_transfer import StateTransfer
+from compact_state.pool.store_transfer import StateTransfer, StepFences
 from compact_state.pool.store_types import Breaker, Job, StoreSettings
 from tests.pool.store_fake import FakeBackend
 from tests.pool.store_rig import IDENTITY, QUICK, Rig
@@ -429,6 +429,22 @@ def test_transfer_threads_wait_for_their_own_ranks_fence(make):
     rig = make(2, fence_ranks=1, wait_step=waited.append)
     assert rig.put(rig.checkpoint(PROMPT[:10]))
     assert waited == [1, 1]
+
+
+def test_a_rank_waits_for_the_first_fence_that_covers_a_step():
+    fences = StepFences(timeout_s=0.01)
+    with pytest.raises(StateIOError, match="step 1 was not launched"):
+        fences.wait(1)
+    first, second = Fence(), Fence()
+    fences.record(1, first)
+    fences.record(3, second)
+    fences.wait(2)
+    assert (first.open, second.open) == (False, True)
+    fences.wait(1)
+    assert first.open
+    fences.record(4, Fence())
+    fences.wait(3)
+    assert [step for step, _ in fences._fences] == [4]
 
 
 # Ranks
