@@ -5,6 +5,8 @@ TORCH  ?= constraints
 VENV   := .venv
 BIN    := $(VENV)/bin
 JOBS   ?= 2
+# Flags of the demo, e.g. DEMO=--store
+DEMO   ?=
 
 export CUTE_DSL_ARCH ?= sm_90a
 
@@ -26,7 +28,7 @@ $(VENV)/.installed: pyproject.toml constraints-cpu.txt
 	touch $@
 
 demo: $(VENV)/.installed
-	$(BIN)/compact-state demo
+	$(BIN)/compact-state demo $(DEMO)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

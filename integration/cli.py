@@ -52,12 +52,20 @@ def demo(
     seed: Annotated[int, typer.Option(help="Seed of the trace and the weights.")] = 0,
     requests: Annotated[int, typer.Option(min=1, help="Requests in the trace.")] = 64,
     backend: Annotated[BackendName, typer.Option(help="What the operators run on.")] = BackendName.auto,
+    store: Annotated[
+        bool, typer.Option(help="Over a Mooncake Store on loopback, and again by an empty second engine.")
+    ] = False,
 ) -> None:
     """Serve a trace over the pool and the operators, and check every output against a recomputation without sharing."""
     from .demo import DemoMismatchError, run_demo
 
     try:
-        run_demo(out, seed, backend=backend.value, requests=requests)
+        if store:
+            from .demo.store import run_store_demo
+
+            run_store_demo(out, seed, backend=backend.value, requests=min(requests, 24))
+        else:
+            run_demo(out, seed, backend=backend.value, requests=requests)
     except DemoMismatchError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error
