@@ -156,6 +156,7 @@ def kda_verify(
     round_every_token: bool = False,
     scale: float | None = None,
     qk_l2norm: bool = True,
+    settled: bool = False,
     out: torch.Tensor | None = None,
     backend: Backend = "auto",
 ) -> torch.Tensor:
@@ -169,6 +170,8 @@ def kda_verify(
         draft_log: what the previous step logged, and where this one logs.
         num_accepted: `[N]` int32. 0 commits nothing; a count outside `0..Tmax` makes the row read and write nothing.
         round_every_token: round a bf16 state after every token, so that it equals step-by-step decode bit for bit.
+        settled: the kernel launched directly before this one on the stream wrote none of these ids, counts and log halves, nor
+            these slots and log rows. The kernel then loads them while that one drains.
 
     Returns:
         `[T, HV, V]`.
@@ -206,6 +209,7 @@ def kda_verify(
         round_every_token=round_every_token,
         scale=scale,
         qk_l2norm=qk_l2norm,
+        settled=settled,
         lower_bound=lower_bound,
     )
     return out

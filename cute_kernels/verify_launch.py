@@ -10,9 +10,10 @@ from .configs import verify as configs
 from .configs.recurrent import Kind, StateDtype
 from .draft_log import DraftLog
 
-recurrent_verify = jit_cache("recurrent_verify")
+verify_kernels = {file: jit_cache(file) for file in ("recurrent_verify", "wy_verify")}
 recurrent_prefill = jit_cache("recurrent_prefill")
 
+NO_LIMIT = 2**31 - 1
 STATE_NAMES: dict[torch.dtype, StateDtype] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
@@ -37,12 +38,14 @@ def launch_verify(
     scale: float | None = None,
     qk_l2norm: bool = True,
     lower_bound: float | None = None,
+    settled: bool = False,
     key: configs.VerifyKey | None = None,
 ) -> None:
     """Commit the accepted drafts of each row, run and log its new ones; `out` [T, HV, V] is filled whole.
 
-    Arguments as the public operators; `gate` is GDN's a or KDA's raw g. `key` overrides the chosen specialisation. More
-    than `MAX_TOKENS` tokens in one row are cut off: the lengths are on the device.
+    Arguments as the public operators; `gate` is GDN's a or KDA's raw g. `settled`: the kernel launched directly before this
+    one wrote no ids, counts or log halves, nor these slots and log rows, so that they may be loaded while it drains. `key`
+    overrides the chosen specialisation. More than `MAX_TOKENS` tokens in one row are cut off: the lengths are on the device.
     """
     n, hv = read_ids.shape[0], state.shape[1]
     if n == 0:
@@ -51,7 +54,7 @@ def launch_verify(
     if key is None:
         key = configs.choose_verify(kind, STATE_NAMES[state.dtype], n * hv, round_tokens=round_every_token)
     rows = draft_log.rows
-    recurrent_verify(key)(
+    verify_kernels[configs.kernel_file(key)](key)(
         q,
         k,
         v,
@@ -72,6 +75,8 @@ def launch_verify(
         out,
         int(rows is not None),
         int(qk_l2norm),
+        int(round_every_token),
+        int(settled),
         q.shape[2] ** -0.5 if scale is None else scale,
         0.0 if lower_bound is None else lower_bound,
     )
@@ -96,11 +101,11 @@ def launch_commit(
     if read_ids.shape[0] == 0:
         return
     if key is None:
-        key = configs.choose_commit(kind, STATE_NAMES[state.dtype], round_tokens=round_every_token)
+        key = configs.choose_commit(kind, STATE_NAMES[state.dtype])
     rows = draft_log.rows
     if kind == "gdn":
         A_log = dt_bias = None
-    recurrent_verify(key)(
+    verify_kernels[configs.kernel_file(key)](key)(
         None,
         None,
         None,
@@ -121,6 +126,8 @@ def launch_commit(
         None,
         int(rows is not None),
         int(qk_l2norm),
+        int(round_every_token),
+        0,
         1.0,
         0.0 if lower_bound is None else lower_bound,
     )
@@ -145,15 +152,20 @@ def launch_recurrent_prefill(
     scale: float | None = None,
     qk_l2norm: bool = True,
     lower_bound: float | None = None,
+    min_tokens: int = 0,
+    max_tokens: int | None = None,
     key: configs.RecurrentPrefillKey | None = None,
 ) -> None:
-    """Run packed sequences of any lengths token by token; `out` [T, HV, V] is filled whole. Arguments as `launch_verify`."""
-    n, hv = read_ids.shape[0], state.shape[1]
-    if n == 0:
+    """Run packed sequences token by token; `out` [T, HV, V] is filled whole. Arguments as `launch_verify`.
+
+    A sequence of fewer than `min_tokens` or more than `max_tokens` tokens is left alone: nothing of it is read or written,
+    its rows of `out` included. Rows of `out` beyond `cu_seqlens[N]` become zeros all the same.
+    """
+    if read_ids.shape[0] == 0:
         out.zero_()
         return
     if key is None:
-        key = configs.choose_prefill(kind, STATE_NAMES[state.dtype], n * hv)
+        key = configs.choose_prefill(kind, STATE_NAMES[state.dtype])
     cu, ends, slots = (
         (cu_seqlens,) * 3 if checkpoints is None else (checkpoints.cu, checkpoints.ends, checkpoints.slots)
     )
@@ -174,6 +186,8 @@ def launch_recurrent_prefill(
         slots,
         out,
         int(checkpoints is not None),
+        min_tokens,
+        NO_LIMIT if max_tokens is None else max_tokens,
         int(qk_l2norm),
         q.shape[2] ** -0.5 if scale is None else scale,
         0.0 if lower_bound is None else lower_bound,

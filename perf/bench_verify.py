@@ -86,7 +86,9 @@ def _call(case: Case, p: DeltaProblem, accepted: torch.Tensor, **extra: Any) -> 
     parameters = (p.A_log, p.dt_bias) if p.is_kda else ()
 
     def verify(x: VerifyInputs, read: torch.Tensor, write: torch.Tensor) -> Callable[[], torch.Tensor]:
-        return lambda: operator(*p.arguments, p.pool, read, write, cu, x.log, accepted, out=x.out, **p.options, **extra)
+        # As in a served step, the kernel before (here the launch before, with other slots and logs) wrote nothing of this one's.
+        options = {"settled": True, **p.options, **extra}
+        return lambda: operator(*p.arguments, p.pool, read, write, cu, x.log, accepted, out=x.out, **options)
 
     def commit(x: VerifyInputs, read: torch.Tensor, write: torch.Tensor) -> Callable[[], None]:
         return lambda: operator(*parameters, p.pool, read, write, x.log, accepted, **p.options, **extra)

@@ -16,6 +16,26 @@ MAX_TOKENS = 8  # draft tokens a row can replay or run in one call
 HEAD_DIM = 128
 
 
+WY_OPERAND_STRIDE = 160  # bf16 of an operand row: 8 rows of 16-byte vectors hit all banks
+WY_DOTS_STRIDE = 20  # fp32 of a row of dots
+
+
+def wy_regions(kda: bool, warps: int) -> dict[str, int]:
+    """Shared memory of the tensor-core form: fp32 words of each region, in order."""
+    return {
+        "keys": MAX_TOKENS * HEAD_DIM,
+        "decay": MAX_TOKENS * (HEAD_DIM if kda else 1),
+        "old_decay": MAX_TOKENS * (HEAD_DIM if kda else 1),
+        "total": HEAD_DIM if kda else 4,
+        "coefficients": 2 * MAX_TOKENS * MAX_TOKENS,
+        "beta": MAX_TOKENS,
+        "values": MAX_TOKENS * HEAD_DIM // 2,
+        "operands": 4 * MAX_TOKENS * WY_OPERAND_STRIDE // 2,
+        "pairs": HEAD_DIM * MAX_TOKENS,
+        "dots": warps * 16 * WY_DOTS_STRIDE,
+    }
+
+
 def _tile_rejection(rows: int, warps: int) -> str | None:
     if rows not in (1, 2, 4):
         return f"rows={rows}: the butterfly reduces 1, 2 or 4 rows"
@@ -32,7 +52,7 @@ class VerifyKey:
 
     rows: V rows a lane holds. warps: warps a block. landing: state comes by bulk copy into shared memory, else straight
     into registers. blocks: thread blocks an SM must hold at once, which caps registers. commit: replay and store only, no
-    new tokens. wy: the tensor-core form (`kernels/wy_verify.py`), bf16 pools. round_tokens: round the state to the pool's dtype after every token, replayed ones included.
+    new tokens. wy: the tensor-core form (`kernels/wy_verify.py`). pdl: start while the previous kernel of the stream drains.
     """
 
     kind: Kind
@@ -43,18 +63,15 @@ class VerifyKey:
     blocks: int = 1
     commit: bool = False
     wy: bool = False
-    round_tokens: bool = False
+    pdl: bool = False
 
     def symbol(self) -> str:
         """C identifier of the specialisation."""
+        blocks = f"_b{self.blocks}" if self.blocks > 1 else ""
         if self.wy:
-            return f"wy_verify_{self.kind}_{SHORT[self.state]}{('', f'_b{self.blocks}')[self.blocks > 1]}"
+            return f"wy_verify_{self.kind}_{SHORT[self.state]}{blocks}{'_pdl' if self.pdl else ''}"
         name = "recurrent_commit" if self.commit else "recurrent_verify"
-        flags = [
-            ("", f"b{self.blocks}")[self.blocks > 1],
-            ("_reg", "")[self.landing],
-            ("", "_round")[self.round_tokens],
-        ]
+        flags = [blocks, ("_reg", "")[self.landing], ("", "_pdl")[self.pdl]]
         return f"{name}_{self.kind}_{SHORT[self.state]}_r{self.rows}w{self.warps}{''.join(flags)}"
 
     @property
@@ -65,6 +82,8 @@ class VerifyKey:
     def shared_bytes(self) -> int:
         """Shared memory of a block: old and new k, new q, u and v, KDA's decays, scalars, and the landing buffer."""
         kda = self.kind != "gdn"
+        if self.wy:
+            return 4 * sum(wy_regions(kda, self.warps).values())
         old_words = MAX_TOKENS * (HEAD_DIM * (2 if kda else 1) + self.tile + (0 if kda else 4))
         new_words = 0 if self.commit else MAX_TOKENS * (HEAD_DIM * (3 if kda else 2) + self.tile // 2 + 4)
         landing = self.tile * HEAD_DIM * (4 if self.state == "float32" else 2) if self.landing else 0
@@ -72,8 +91,8 @@ class VerifyKey:
 
     def rejection(self) -> str | None:
         """Why this key has no kernel, or None."""
-        if self.round_tokens and self.state == "float32":
-            return "round_tokens: an fp32 pool rounds nothing"
+        if self.wy and (self.state != "bfloat16" or self.commit or self.tile != HEAD_DIM):
+            return "wy: it verifies on bf16 pools, a whole head a block"
         if self.blocks * (self.shared_bytes() + 1024) > 233_472:
             return f"blocks={self.blocks}: {self.shared_bytes()} B of shared memory each do not fit an SM"
         return _tile_rejection(self.rows, self.warps)
@@ -102,31 +121,38 @@ class RecurrentPrefillKey:
         return _tile_rejection(self.rows, self.warps)
 
 
-# A tile of 64 rows with 4 rows a lane has the fewest instructions an element; below this many (row, head) pairs there are
-# too few blocks to fill 132 SMs with it, and tiles of 32 rows finish sooner.
-SMALL_BATCH_HEADS = 512
-# Token-by-token prefill is bound by the latency of a token when it has few heads and by issue slots above: 1 row a lane
-# halves the former and doubles the latter.
-SMALL_PREFILL_HEADS = 32
+# Measured on H200 (docs/notes/verify.md): with 4 rows a lane an element takes the fewest instructions; up to this many (row,
+# head) pairs tiles of 32 rows, 2 a lane, finish sooner.
+SMALL_BATCH_HEADS = 64
 
 
 @functools.lru_cache(maxsize=4096)
 def choose_verify(kind: Kind, state: StateDtype, heads: int, *, round_tokens: bool = False) -> VerifyKey:
-    """The specialisation for `heads` = sequences x value heads. Legal for every shape."""
-    rows = 2 if heads <= SMALL_BATCH_HEADS else 4
-    return VerifyKey(kind, state, rows, 4, round_tokens=round_tokens and state != "float32")
+    """The specialisation for `heads` = sequences x value heads. Legal for every shape.
+
+    The form follows from the pool and `round_tokens` alone, so that a row's bits do not depend on its batch.
+    """
+    if state == "bfloat16" and not round_tokens:
+        return VerifyKey(kind, state, 4, 8, blocks=3 if kind == "gdn" else 2, wy=True, pdl=True)
+    small = heads <= SMALL_BATCH_HEADS and state == "float32"
+    return VerifyKey(kind, state, 2 if small else 4, 4, pdl=True)
 
 
 @functools.lru_cache(maxsize=64)
-def choose_commit(kind: Kind, state: StateDtype, *, round_tokens: bool = False) -> VerifyKey:
+def choose_commit(kind: Kind, state: StateDtype) -> VerifyKey:
     """The specialisation of a commit. Legal for every shape."""
-    return VerifyKey(kind, state, 4, 4, commit=True, round_tokens=round_tokens and state != "float32")
+    return VerifyKey(kind, state, 4, 4, commit=True)
 
 
-@functools.lru_cache(maxsize=4096)
-def choose_prefill(kind: Kind, state: StateDtype, heads: int) -> RecurrentPrefillKey:
-    """The specialisation for `heads` = sequences x value heads. Legal for every shape."""
-    return RecurrentPrefillKey(kind, state, 1 if heads <= SMALL_PREFILL_HEADS else 4, 4)
+@functools.lru_cache(maxsize=64)
+def choose_prefill(kind: Kind, state: StateDtype) -> RecurrentPrefillKey:
+    """The specialisation of token-by-token prefill: 2 rows a lane measured best from 1 to 64 sequences."""
+    return RecurrentPrefillKey(kind, state, 2, 4)
+
+
+def kernel_file(key: VerifyKey) -> str:
+    """Name of the kernel file a key belongs to."""
+    return "wy_verify" if key.wy else "recurrent_verify"
 
 
 def shipped() -> list[Entry]:
@@ -135,14 +161,12 @@ def shipped() -> list[Entry]:
     prefill: set[RecurrentPrefillKey] = set()
     for kind in KINDS:
         for state in STATE_DTYPES:
-            for round_tokens in (False, True):
-                verify.add(choose_commit(kind, state, round_tokens=round_tokens))
-                for heads in (1, SMALL_BATCH_HEADS + 1):
-                    verify.add(choose_verify(kind, state, heads, round_tokens=round_tokens))
-            for heads in (1, SMALL_PREFILL_HEADS + 1):
-                prefill.add(choose_prefill(kind, state, heads))
+            verify.add(choose_commit(kind, state))
+            for heads in (1, SMALL_BATCH_HEADS + 1):
+                verify |= {choose_verify(kind, state, heads, round_tokens=rounds) for rounds in (False, True)}
+            prefill.add(choose_prefill(kind, state))
     budget = ResourceBudget(max_registers=168)
     return [
-        *(Entry("recurrent_verify", key, budget) for key in sorted(verify, key=repr)),
+        *(Entry(kernel_file(key), key, budget) for key in sorted(verify, key=repr)),
         *(Entry("recurrent_prefill", key, budget) for key in sorted(prefill, key=repr)),
     ]

@@ -9,7 +9,8 @@ of 8: while one block is computed from shared memory the next one's q, k, v and 
 buffers, so one block barrier for 8 tokens.
 Checkpoints are stored straight from registers when their token count is reached; the running state is not rounded.
 Races: rows of V are disjoint between blocks, so in place needs no order. An id outside the pool reads zeros and stores
-nothing; outputs are still computed. Output rows beyond cu[N] become zeros.
+nothing; outputs are still computed. Output rows beyond cu[N] become zeros. A sequence whose length lies outside
+min_tokens..max_tokens is left alone, so that another kernel can take the long ones of the same call.
 """
 
 import cutlass
@@ -67,6 +68,8 @@ class RecurrentPrefill:
         mSlots: cute.Tensor,  # (M,) int32
         mOut: cute.Tensor,  # (T, HV, V) bf16
         checkpoints: Int32,  # 0: keep no states on the way
+        min_tokens: Int32,  # sequences outside min..max tokens are left alone
+        max_tokens: Int32,
         l2norm: Int32,  # 0: q and k are normalised already
         scale: Float32,
         lower_bound: Float32,
@@ -77,7 +80,7 @@ class RecurrentPrefill:
         self.kernel.set_name_prefix(self.key.symbol(), remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(
             mQ, mK, mV, mGate, mBeta, mALog, mBias, mState, mReadIds, mWriteIds, mCu, mCheckpointCu, mEnds, mSlots, mOut,
-            checkpoints, l2norm, scale, lower_bound, n, Float32(hk) / Float32(hv),
+            checkpoints, min_tokens, max_tokens, l2norm, scale, lower_bound, n, Float32(hk) / Float32(hv),
         ).launch(
             grid=[hv * self.tiles, cutlass.min(n, Int32(GRID_Y)), (n + GRID_Y - 1) // GRID_Y],
             block=[self.threads, 1, 1],
@@ -105,6 +108,8 @@ class RecurrentPrefill:
         mSlots: cute.Tensor,
         mOut: cute.Tensor,
         checkpoints: Int32,
+        min_tokens: Int32,
+        max_tokens: Int32,
         l2norm: Int32,
         scale: Float32,
         lower_bound: Float32,
@@ -118,11 +123,14 @@ class RecurrentPrefill:
             head, column = place // self.tiles, place % self.tiles * self.tile
             # (h + 1/2) HK / HV is never an integer, so truncation gives h // (HV // HK) exactly.
             key_head = Int32((Float32(head) + Float32(0.5)) * heads_ratio)
-            self.sequence(
-                mQ, mK, mV, mGate, mBeta, mALog, mBias, mState, Int32(mReadIds[seq]), Int32(mWriteIds[seq]), mCheckpointCu,
-                mEnds, mSlots, mOut, checkpoints, l2norm != 0, scale, lower_bound, tidx, seq, head, key_head, column,
-                Int32(mCu[seq]), cutlass.max(Int32(mCu[seq + 1]) - Int32(mCu[seq]), 0),
-            )  # fmt: skip
+            start = Int32(mCu[seq])
+            length = cutlass.max(Int32(mCu[seq + 1]) - start, 0)
+            if length >= min_tokens and length <= max_tokens:
+                self.sequence(
+                    mQ, mK, mV, mGate, mBeta, mALog, mBias, mState, Int32(mReadIds[seq]), Int32(mWriteIds[seq]),
+                    mCheckpointCu, mEnds, mSlots, mOut, checkpoints, l2norm != 0, scale, lower_bound, tidx, seq, head,
+                    key_head, column, start, length,
+                )  # fmt: skip
             if seq == n - 1:
                 vectors = self.tile // 8
                 inner = head * HEAD_DIM + column + tidx % vectors * 8
@@ -237,6 +245,8 @@ def build(key: RecurrentPrefillKey):
         fake_vector(Int32),
         fake_heads(BFloat16, tokens, hv, HEAD_DIM),
         Int32(0),
+        Int32(0),
+        Int32(2**31 - 1),
         Int32(1),
         Float32(1.0),
         Float32(-1.0),

@@ -7,7 +7,8 @@
 A block owns `tile` rows of V of one (sequence n, value head h); grid (HV * 128 / tile, N). The state is read once and
 written once whatever the number of drafts.
 1  every thread reads ids, counts and the log's half; the state tile is on its way at once, by one bulk copy into shared
-   memory or by 16-byte loads into registers;
+   memory or by 16-byte loads into registers; then the logged tokens. Only after that a dependent launch waits for the kernel
+   before it (`settled`);
 2  all other loads are issued before any arithmetic: 16 lanes a token for k (logged and new), q, the tile's u and v, KDA's
    raw gates; then norms, k.q and gates go to shared memory; one block barrier;
 3  replay, store and the new tokens run on registers: 8 lanes a V row, `rows` rows a lane, one reduction a token.
@@ -97,6 +98,8 @@ class RecurrentVerify:
         mOut: cute.Tensor | None,  # (T, HV, V) bf16
         indexed: Int32,  # 0: batch row n has log row n
         l2norm: Int32,  # 0: q and k are normalised already
+        rounds: Int32,  # 1: round the state to a bf16 pool's dtype after every token, replayed ones included
+        settled: Int32,  # 1: the kernel before this one wrote no ids, counts or halves, nor these slots and log rows
         scale: Float32,
         lower_bound: Float32,
         stream,
@@ -107,13 +110,14 @@ class RecurrentVerify:
         self.kernel.set_name_prefix(self.key.symbol(), remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(
             mQ, mK, mV, mGate, mBeta, mALog, mBias, mState, mReadIds, mWriteIds, mCu, mLogK, mLogU, mLogGate, mHalf, mRows,
-            mAccepted, mOut, indexed, l2norm, scale, lower_bound, n, Float32(hk) / Float32(hv),
+            mAccepted, mOut, indexed, l2norm, rounds, settled, scale, lower_bound, n, Float32(hk) / Float32(hv),
         ).launch(
             grid=grid,
             block=[self.threads, 1, 1],
             stream=stream,
             min_blocks_per_mp=self.key.blocks,
             preferred_smem_carveout=100 if self.key.blocks > 1 else None,
+            use_pdl=self.key.pdl,
         )  # fmt: skip
 
     @cute.kernel
@@ -139,6 +143,8 @@ class RecurrentVerify:
         mOut: cute.Tensor | None,
         indexed: Int32,
         l2norm: Int32,
+        rounds: Int32,
+        settled: Int32,
         scale: Float32,
         lower_bound: Float32,
         n: Int32,
@@ -147,6 +153,9 @@ class RecurrentVerify:
         tidx, _, _ = cute.arch.thread_idx()
         place, row_low, row_high = cute.arch.block_idx()
         seq = row_high * GRID_Y + row_low
+        if const_expr(self.key.pdl):
+            if settled == 0:
+                cute.arch.griddepcontrol_wait()
         if seq < n:
             head, tile = place // self.tiles, place % self.tiles
             num_slots, log_rows = cute.size(mState, mode=[0]), cute.size(mHalf, mode=[0])
@@ -175,15 +184,27 @@ class RecurrentVerify:
             first_of_key_head = (head == 0) | (Int32((Float32(head) - Float32(0.5)) * heads_ratio) != key_head)
             if reads | writes:
                 self.live_row(
-                    mQ, mK, mV, mGate, mBeta, mALog, mBias, mState, mLogK, mLogU, mLogGate, mOut, l2norm != 0, scale, lower_bound,
-                    tidx, head, tile, key_head, read, write, reads, writes, logged, first_of_key_head & (tile == 0),
-                    log_in, log_out, start, length, replayed,
+                    mQ, mK, mV, mGate, mBeta, mALog, mBias, mState, mLogK, mLogU, mLogGate, mOut, l2norm != 0, rounds != 0,
+                    settled != 0, scale, lower_bound, tidx, head, tile, key_head, read, write, reads, writes, logged,
+                    first_of_key_head & (tile == 0), log_in, log_out, start, length, replayed,
                 )  # fmt: skip
             if const_expr(not self.commit):
                 if not (reads | writes):
+                    self.wait(settled != 0)
                     self.zero_rows(mOut, tidx, head, tile, start, start + length)
                 if seq == n - 1:
                     self.zero_rows(mOut, tidx, head, tile, Int32(mCu[n]), cute.size(mOut, mode=[0]))
+
+    @cute.jit
+    def wait(self, settled: Boolean):
+        """A dependent launch waits for the kernel before it, if it has not at its start; then the next one may start.
+
+        In this order, so that whatever ran two kernels back is complete when a kernel starts.
+        """
+        if const_expr(self.key.pdl):
+            if settled:
+                cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
     def zero_rows(self, mOut: cute.Tensor, tidx: Int32, head: Int32, tile: Int32, begin: Int32, end: Int32):
@@ -209,6 +230,8 @@ class RecurrentVerify:
         mLogGate: cute.Tensor,
         mOut: cute.Tensor | None,
         l2norm: Boolean,
+        rounds: Boolean,
+        settled: Boolean,
         scale: Float32,
         lower_bound: Float32,
         tidx: Int32,
@@ -266,6 +289,7 @@ class RecurrentVerify:
         new, parameters = None, None
         if const_expr(not self.commit or self.kda):
             parameters = self.block.parameters(mALog, mBias, tidx, head)
+        self.wait(settled)
         if const_expr(not self.commit):
             new = self.block.registers()
             self.block.load(new, mQ, mK, mV, mGate, mBeta, thread_new, start, length, key_head, head, column)
@@ -304,8 +328,9 @@ class RecurrentVerify:
                 decay = sOld[at + self.at_u + self.tile]
             rU = load_vector(smem_ptr(sOld.iterator, at + self.at_u + tile_row, Float32, 4 * self.rows), self.rows)
             replay_step(rS, rK, rU, decay, self.rows)
-            if const_expr(self.key.round_tokens):
-                round_rows(rS, self.rows, self.dtype)
+            if const_expr(self.dtype is BFloat16):
+                if rounds:
+                    round_rows(rS, self.rows, self.dtype)
         if writes:
             store_rows(rS, slot_ptr(mState, write, inner), self.rows, self.dtype)
 
@@ -318,8 +343,9 @@ class RecurrentVerify:
             for t in cutlass.range(length, unroll=1):
                 rK, rQ, decay, beta, v_own, kq = self.block.take(sNew.iterator, t, l8, own)
                 o, u = token_step(rS, rK, rQ, decay, beta, v_own, kq, lane, self.rows)
-                if const_expr(self.key.round_tokens):
-                    round_rows(rS, self.rows, self.dtype)
+                if const_expr(self.dtype is BFloat16):
+                    if rounds:
+                        round_rows(rS, self.rows, self.dtype)
                 if stores_o:
                     row_ptr(mOut, start + t, place, 2).store(BFloat16(o))
                 if stores_u:
@@ -471,6 +497,8 @@ def compile_verify(kernel: RecurrentVerify, key: VerifyKey):
         fake_heads(BFloat16, tokens, hv, HEAD_DIM) if new else None,
         Int32(0),
         Int32(1),
+        Int32(0),
+        Int32(0),
         Float32(1.0),
         Float32(-1.0),
         fake_stream(),

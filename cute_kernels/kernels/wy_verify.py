@@ -27,9 +27,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32, const_expr
 
-from ..configs.verify import MAX_TOKENS, VerifyKey
+from ..configs.verify import MAX_TOKENS, VerifyKey, wy_regions
+from ..configs.verify import WY_DOTS_STRIDE as DOTS_STRIDE
+from ..configs.verify import WY_OPERAND_STRIDE as OPERAND_STRIDE
 from ..device.arith import sigmoid
 from ..device.memory import load_vector, offset_ptr, smem_ptr, store_vector, zero_vector
+from ..device.reduce import sum_over
 from ..device.state_io import row_ptr, slot_ptr
 from ..device.token_step import HEAD_DIM, NORM_LANES, NORM_VALUES, decay_factor, normalize
 from ..device.warp_ops import mma_16816, pack_bf16, unpack_bf16
@@ -37,8 +40,6 @@ from . import recurrent_verify
 
 CHUNK = 32  # K values of one state row that a quad holds as four 16-byte vectors
 CHUNKS = HEAD_DIM // CHUNK
-OPERAND_STRIDE = 160  # bf16 of an operand row: 8 rows of 16-byte vectors hit all banks
-DOTS_STRIDE = 20  # fp32 of a row of dots
 
 
 def split_bf16(low, high):
@@ -51,21 +52,11 @@ def split_bf16(low, high):
 class WyVerify(recurrent_verify.RecurrentVerify):
     def __init__(self, key: VerifyKey):
         super().__init__(key)
-        # fp32 words of shared memory: each region's first word.
-        sizes = {
-            "keys": MAX_TOKENS * HEAD_DIM,
-            "decay": MAX_TOKENS * (HEAD_DIM if self.kda else 1),
-            "old_decay": MAX_TOKENS * (HEAD_DIM if self.kda else 1),
-            "total": HEAD_DIM if self.kda else 4,
-            "coefficients": 2 * MAX_TOKENS * MAX_TOKENS,
-            "beta": MAX_TOKENS,
-            "values": MAX_TOKENS * HEAD_DIM // 2,
-            "operands": 4 * MAX_TOKENS * OPERAND_STRIDE // 2,
-            "pairs": HEAD_DIM * MAX_TOKENS,
-            "dots": self.warps * 16 * DOTS_STRIDE,
-        }
-        self.at, self.words = {}, 0
-        for name, size in sizes.items():
+        # Coefficients take several distances at once, so that their chains overlap; KDA's decays leave registers for two.
+        self.near = 2 if self.kda else 4
+        self.spread = NORM_LANES // (2 * self.near)  # lanes that end with the same sum
+        self.at, self.words = {}, 0  # first word of each region
+        for name, size in wy_regions(self.kda, self.warps).items():
             self.at[name] = self.words
             self.words += size
 
@@ -85,6 +76,8 @@ class WyVerify(recurrent_verify.RecurrentVerify):
         mLogGate: cute.Tensor,
         mOut: cute.Tensor,
         l2norm: Boolean,
+        rounds: Boolean,
+        settled: Boolean,
         scale: Float32,
         lower_bound: Float32,
         tidx: Int32,
@@ -122,15 +115,16 @@ class WyVerify(recurrent_verify.RecurrentVerify):
         self.load_u(rU, mLogU, head, warp * 16 + quad, l4, log_in, replayed)
 
         thread = tidx % 128
-        parameters = self.block.parameters(mALog, mBias, thread, head)
+        self.wait(settled)
         rK = cute.make_rmem_tensor(cute.make_layout(NORM_VALUES), Float32)
         rQ = cute.make_rmem_tensor(cute.make_layout(NORM_VALUES), Float32)
         if tidx < 128:
             new = self.block.registers()
             self.block.load(new, mQ, mK, mV, mGate, mBeta, thread, start, length, key_head, head, Int32(0))
+            parameters = self.block.parameters(mALog, mBias, thread, head)
             rK.store(normalize(new[0], scale, l2norm, False).load())
-            rQ.store(normalize(new[1], scale, l2norm, True).load())
             self.put_new(new, parameters, rK, base, lower_bound, thread, length)
+            rQ.store(normalize(new[1], scale, l2norm, True).load())
             if logged:
                 self.log_vectors(new, mLogK, mLogGate, thread, head, Int32(0), key_head, logs_key, log_out, length)
                 if const_expr(not self.kda):
@@ -140,6 +134,7 @@ class WyVerify(recurrent_verify.RecurrentVerify):
             raw_k = zero_vector(BFloat16, NORM_VALUES)
             raw_gate = zero_vector(BFloat16, NORM_VALUES) if const_expr(self.kda) else zero_vector(Float32, 1)
             self.load_old_k(raw_k, raw_gate, mLogK, mLogGate, thread, head, key_head, log_in, replayed)
+            parameters = self.block.parameters(mALog, mBias, thread, head)
             rK.store(normalize(raw_k, Float32(1.0), l2norm, False).load())
             self.put_old_decay(raw_gate, parameters, base, lower_bound, thread, replayed)
         cute.arch.sync_threads()
@@ -266,27 +261,38 @@ class WyVerify(recurrent_verify.RecurrentVerify):
         for i in cutlass.range_constexpr(NORM_VALUES):
             rW[i] = Float32(1.0)
         beta = (base + (self.at["beta"] + token)).load()
-        for back in cutlass.range(length, unroll=1):
-            j = cutlass.max(token - back, 0)
-            place = self.at["keys"] + j * HEAD_DIM + lane16 * NORM_VALUES
-            rOther = load_vector(smem_ptr(base, place, Float32, 16), NORM_VALUES)
-            decay = self.load_decay(base, "decay", j, lane16)
-            kk, qk = Float32(0.0), Float32(0.0)
-            for i in cutlass.range_constexpr(NORM_VALUES):
-                weighted = rW[i] * rOther[i]
-                kk += weighted * rK[i]
-                qk += weighted * rQ[i]
-            for step in cutlass.range_constexpr(4):
-                kk += cute.arch.shuffle_sync_bfly(kk, offset=1 << step)
-                qk += cute.arch.shuffle_sync_bfly(qk, offset=1 << step)
-            if back <= token:
-                for i in cutlass.range_constexpr(NORM_VALUES):
-                    rW[i] = rW[i] * decay[i]
-                if lane16 == 0 and token < length:
-                    row = base + (self.at["coefficients"] + token * MAX_TOKENS + j)
-                    if back > 0:
-                        row.store(beta * kk)
-                    (row + MAX_TOKENS * MAX_TOKENS).store(qk)
+        for group in cutlass.range_constexpr(MAX_TOKENS // self.near):
+            if group * self.near < length:
+                sums = cute.make_rmem_tensor(cute.make_layout(2 * self.near), Float32)  # (k.k, q.k) by distance
+                for i in cutlass.range_constexpr(2 * self.near):
+                    sums[i] = Float32(0.0)
+                for step in cutlass.range_constexpr(self.near):
+                    back = group * self.near + step
+                    j = cutlass.max(token - back, 0)
+                    place = self.at["keys"] + j * HEAD_DIM + lane16 * NORM_VALUES
+                    rOther = load_vector(smem_ptr(base, place, Float32, 16), NORM_VALUES)
+                    decay = self.load_decay(base, "decay", j, lane16)
+                    for i in cutlass.range_constexpr(NORM_VALUES):
+                        weighted = rW[i] * rOther[i]
+                        sums[2 * step] += weighted * rK[i]
+                        sums[2 * step + 1] += weighted * rQ[i]
+                        rW[i] = rW[i] * decay[i] if back <= token else rW[i]
+                for level in cutlass.range_constexpr(self.near.bit_length()):  # transposing butterfly
+                    half = self.near >> level
+                    offset = NORM_LANES >> (level + 1)
+                    upper = (lane16 & offset) != 0
+                    for i in cutlass.range_constexpr(half):
+                        kept = sums[half + i] if upper else sums[i]
+                        sent = sums[i] if upper else sums[half + i]
+                        sums[i] = kept + cute.arch.shuffle_sync_bfly(sent, offset=offset)
+                total = sum_over(sums[0], self.spread)
+                distance = group * self.near + lane16 // (2 * self.spread)
+                if distance <= token and token < length and lane16 % self.spread == 0:
+                    row = base + (self.at["coefficients"] + token * MAX_TOKENS + token - distance)
+                    if lane16 // self.spread % 2 == 1:
+                        (row + MAX_TOKENS * MAX_TOKENS).store(total)
+                    elif distance > 0:
+                        row.store(beta * total)
         live = token < length
         rHi = cute.make_rmem_tensor(cute.make_layout(4), Uint32)
         rLo = cute.make_rmem_tensor(cute.make_layout(4), Uint32)

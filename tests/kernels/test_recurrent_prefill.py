@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from compact_state.cute_kernels import Checkpoints, gdn_decode, kda_decode, reference, verify_launch
-from compact_state.cute_kernels.configs.verify import RecurrentPrefillKey
 from compact_state.cute_kernels.reference.datasets import (
     DATASETS,
     RAGGED_LENGTHS,
@@ -52,9 +51,6 @@ def states(count, hv, dtype, dataset="randn"):
 
 def prefill(x, pool, read, write, cu, **options):
     name = "gdn" if x.kind == "gdn" else "kda_softplus" if x.lower_bound is None else "kda_bounded"
-    rows = options.pop("rows", None)
-    if rows is not None:
-        options["key"] = RecurrentPrefillKey(name, verify_launch.STATE_NAMES[pool.dtype], rows, 4)
     out = torch.full(x.v.shape, math.nan, dtype=x.v.dtype, device=DEVICE)
     verify_launch.launch_recurrent_prefill(
         name, *x.tensors, pool, read, write, cu, out, lower_bound=x.lower_bound, **options
@@ -100,9 +96,8 @@ def test_ragged_lengths_and_checkpoints_follow_the_float64_recurrence(kind, boun
     assert bool((out[tokens:] == 0).all())
 
 
-@pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize(("kind", "bound"), KINDS)
-def test_E3_equals_single_steps_bit_for_bit_for_every_tile(kind, bound, rows):
+def test_E3_equals_single_steps_bit_for_bit(kind, bound):
     hk, hv, tokens = 2, 4, 21
     x, start = inputs(kind, bound, 2 * tokens, hk, hv, "trained"), states(2, hv, torch.float32)
     stepped, slots, expected = start.clone(), ids(0, 1), torch.empty(x.v.shape, dtype=x.v.dtype, device=DEVICE)
@@ -110,7 +105,7 @@ def test_E3_equals_single_steps_bit_for_bit_for_every_tile(kind, bound, rows):
         at = torch.tensor([t, tokens + t], device=DEVICE)
         expected[at] = DECODE[kind](*x.rows(at).tensors, stepped, slots, slots, **x.gate_options, backend="kernels")
     pool = start.clone()
-    out = prefill(x, pool, slots, slots, ids(0, tokens, 2 * tokens), rows=rows)
+    out = prefill(x, pool, slots, slots, ids(0, tokens, 2 * tokens))
     assert same(out, expected)
     assert same(pool, stepped)
 
@@ -131,6 +126,37 @@ def test_pieces_and_checkpoints_equal_the_whole(cut):
     halfway = start.clone()
     prefill(x.rows(slice(0, cut)), halfway, ids(0), ids(2), ids(0, cut))
     assert same(whole[3], halfway[2])
+
+
+@pytest.mark.parametrize("bounds", [(0, 16), (17, None), (0, 0), (1, 1)])
+@pytest.mark.parametrize(("kind", "bound"), KINDS)
+def test_sequences_outside_the_length_bounds_are_left_alone(kind, bound, bounds):
+    """What is left alone may be nonsense: its ids, tokens and checkpoints are not looked at."""
+    hk, hv, n, tokens = 1, 2, len(RAGGED_LENGTHS), sum(RAGGED_LENGTHS)
+    low, high = bounds[0], math.inf if bounds[1] is None else bounds[1]
+    x, start = inputs(kind, bound, tokens + 5, hk, hv), states(2 * n + 1, hv, torch.float32)
+    cu, rows = cu_seqlens(RAGGED_LENGTHS, DEVICE), torch.arange(n, dtype=torch.int32, device=DEVICE)
+    checkpoints = Checkpoints.from_lists([[(1, 2 * n)] if row == 2 else [] for row in range(n)], DEVICE)
+    whole, pool = start.clone(), start.clone()
+    expected = prefill(x, whole, rows, rows + n, cu, checkpoints=checkpoints)
+    first, inside = 0, []
+    for row, length in enumerate(RAGGED_LENGTHS):
+        inside.append(low <= length <= high)
+        if not inside[row]:
+            x.v[first : first + length] = math.nan
+        first += length
+    out = prefill(x, pool, rows, rows + n, cu, checkpoints=checkpoints, min_tokens=bounds[0], max_tokens=bounds[1])
+    first = 0
+    for row, length in enumerate(RAGGED_LENGTHS):
+        piece, slot = slice(first, first + length), n + row
+        if inside[row]:
+            assert same(out[piece], expected[piece])
+        else:
+            assert bool(out[piece].isnan().all())
+        assert same(pool[slot], whole[slot] if inside[row] else start[slot])
+        first += length
+    assert same(pool[2 * n], whole[2 * n] if inside[2] else start[2 * n])
+    assert bool((out[tokens:] == 0).all())
 
 
 @pytest.mark.parametrize("poison", [1e4, math.nan])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from compact_state.cute_kernels import (
     reference,
     verify_launch,
 )
-from compact_state.cute_kernels.configs.verify import VerifyKey
+from compact_state.cute_kernels.configs.verify import SMALL_BATCH_HEADS, choose_verify
 from compact_state.cute_kernels.errors import InvalidArgumentError
 from compact_state.cute_kernels.reference.datasets import DATASETS, cu_seqlens, delta_inputs, initial_states, make_pool
 from compact_state.cute_kernels.reference.datasets import ids as make_ids
@@ -67,6 +68,11 @@ def inputs(kind, bound, tokens, hk, hv, dataset="randn", seed=0):
     return delta_inputs(kind, dataset, tokens, hk, hv, lower_bound=bound, device=DEVICE, seed=seed)
 
 
+def of_same_layer(x, other):
+    """`x` with the gate parameters of `other`: a log of KDA holds raw gates, which the layer that replays them must share."""
+    return replace(x, A_log=other.A_log, dt_bias=other.dt_bias)
+
+
 def verify(x, pool, read, write, cu, log, accepted, **options):
     out = torch.full(x.v.shape, math.nan, dtype=x.v.dtype, device=DEVICE)
     options = {**x.gate_options, "backend": BACKEND, **options}
@@ -102,9 +108,11 @@ def test_steps_follow_the_float64_recurrence(kind, bound, dtype, dataset):
     log, oracle_log = make_log(kind, rows, hk, hv), make_log(kind, rows, hk, hv, u_dtype=torch.float64)
     read, write = ids(0, 1, -1, 3, 4, 99), ids(0, 7, 8, -1, 9, -5)
     lengths, accepted = (8, 1, 6, 3, 0, 4), ids(0, 0, 0, 0, 0, 0)
+    x = None
     for step in range(3):
         cu = cu_seqlens(lengths, DEVICE)
-        x = inputs(kind, bound, sum(lengths) + 3, hk, hv, dataset, seed=step)
+        fresh = inputs(kind, bound, sum(lengths) + 3, hk, hv, dataset, seed=step)
+        x = fresh if x is None else of_same_layer(fresh, x)
         out = verify(x, pool, read, write, cu, log, accepted)
         expected = torch.empty(x.v.shape, dtype=torch.float64, device=DEVICE)
         REFERENCE[kind][0](
@@ -150,28 +158,70 @@ def test_verify_and_replay_equal_single_steps_bit_for_bit(kind, bound, dtype, hk
     assert same(pool, stepped)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("kind", "bound"), KINDS)
-def test_every_tile_gives_the_same_bits(kind, bound, dtype):
+def test_every_tile_gives_the_same_bits(kind, bound):
     hk, hv, rows, tokens = 2, 4, 5, 6
     name = {"gdn": "gdn", "kda": "kda_softplus" if bound is None else "kda_bounded"}[kind]
     x = inputs(kind, bound, rows * tokens, hk, hv)
-    start, cu = states(rows, hv, dtype), torch.arange(rows + 1, dtype=torch.int32, device=DEVICE) * tokens
+    start, cu = states(rows, hv, torch.float32), torch.arange(rows + 1, dtype=torch.int32, device=DEVICE) * tokens
     slots, accepted = torch.arange(rows, dtype=torch.int32, device=DEVICE), ids(0, 6, 3, 1, 5)
     filled = make_log(kind, rows, hk, hv)
     verify(x, start.clone(), slots, slots, cu, filled, accepted * 0)
     filled.half.bitwise_xor_(1)
     results = []
-    for tile_rows in (2, 4):
-        key = VerifyKey(name, verify_launch.STATE_NAMES[dtype], tile_rows, 4)
+    for heads in (1, SMALL_BATCH_HEADS + 1):
         log = DraftLog(filled.k.clone(), filled.u.clone(), filled.g.clone(), None, filled.half)
         pool, out = start.clone(), torch.empty(x.v.shape, dtype=x.v.dtype, device=DEVICE)
         verify_launch.launch_verify(
-            name, *x.tensors, pool, slots, slots, cu, log, accepted, out, lower_bound=bound, key=key
-        )
+            name, *x.tensors, pool, slots, slots, cu, log, accepted, out, lower_bound=bound,
+            key=choose_verify(name, "float32", heads),
+        )  # fmt: skip
         results.append((pool, out, log.u.nan_to_num()))
     for a, b in zip(*results):
         assert same(a, b)
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["gdn", "kda"])
+def test_settled_steps_in_a_graph_equal_eager_steps(kind, dtype, rounds):
+    """Steps that follow each other directly, each with slots and logs of its own: nothing the kernel loads early changes."""
+    hk, hv, rows, tokens, layers = 2, 4, 3, 3, 6
+    name = "gdn" if kind == "gdn" else "kda_softplus"
+    x, slots = inputs(kind, None, rows * tokens, hk, hv), torch.arange(rows, dtype=torch.int32, device=DEVICE)
+    cu, accepted = torch.arange(rows + 1, dtype=torch.int32, device=DEVICE) * tokens, ids(3, 0, 2)
+    logs = [make_log(kind, rows, hk, hv) for _ in range(layers)]
+    pools = [states(rows, hv, dtype) for _ in range(layers)]
+    for pool, log in zip(pools, logs):
+        verify(x, pool, slots, slots, cu, log, accepted * 0)
+        log.half.bitwise_xor_(1)
+
+    def run(pools, logs, outs, **options):
+        v = x.v
+        for pool, log, out in zip(pools, logs, outs):
+            verify_launch.launch_verify(
+                name, x.q, x.k, v, *x.tensors[3:], pool, slots, slots, cu, log, accepted, out, round_every_token=rounds,
+                **options,
+            )  # fmt: skip
+            v = out  # as in a model, a layer's input is what the layer before it wrote
+
+    def copies():
+        kept = [DraftLog(log.k.clone(), log.u.clone(), log.g.clone(), None, log.half) for log in logs]
+        return [pool.clone() for pool in pools], kept, [torch.zeros_like(x.v).contiguous() for _ in pools]
+
+    eager, captured = copies(), copies()
+    run(*eager)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(*captured, settled=True)
+    graph.replay()
+    for mine, theirs in zip(captured[2], eager[2]):
+        assert same(mine, theirs)
+    for mine, theirs in zip(captured[0], eager[0]):
+        assert same(mine, theirs)
+    for mine, theirs in zip(captured[1], eager[1]):
+        assert same(mine.u.nan_to_num(), theirs.u.nan_to_num())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -205,7 +255,7 @@ def test_F1_after_verify_everything_equals_never_having_speculated(kind, bound, 
     hk, hv, drafts = 1, 2, 4
     start = states(2, hv, torch.float32)
     x = inputs(kind, bound, drafts, hk, hv)
-    after = inputs(kind, bound, 4, hk, hv, seed=9)
+    after = of_same_layer(inputs(kind, bound, 4, hk, hv, seed=9), x)
     slot, one = ids(0), ids(accepted)
     plain = start.clone()
     single_steps(x.rows(slice(0, accepted)), plain, slot, 1, accepted)
