@@ -65,7 +65,9 @@ def launch_decode(
     if x.shape[0] == 0:
         return
     matrix, flags = _options(weight, bias, activation, settled)
-    _decode(choose_decode(*_form(weight)))(x, weight, matrix, conv_state, read_ids, write_ids, positions, out, flags)
+    _decode(choose_decode(*_form(weight), x.shape[0] * x.shape[1]))(
+        x, weight, matrix, conv_state, read_ids, write_ids, positions, out, flags
+    )
 
 
 def launch_prefill(
@@ -89,7 +91,7 @@ def launch_prefill(
     cu, ends, slots = cu_seqlens, read_ids, read_ids
     if checkpoints is not None:
         cu, ends, slots, flags = checkpoints.cu, checkpoints.ends, checkpoints.slots, flags | CHECKPOINTS
-    _prefill(choose_prefill(*_form(weight)))(
+    _prefill(choose_prefill(*_form(weight), x.shape[0], read_ids.shape[0]))(
         x, weight, matrix, conv_state, read_ids, write_ids, positions, cu_seqlens, cu, ends, slots, out, flags
     )
 

@@ -78,7 +78,7 @@ class ConvPrefillKey(_ConvKey):
     """
 
     vec: int = 4
-    tokens: int = 16
+    tokens: int = 8
     blocks: int = 0
     pdl: bool = True
 
@@ -119,16 +119,31 @@ class ConvCommitKey:
         return _reject_width(self.width)
 
 
-@functools.cache
-def choose_decode(width: int, weight: Dtype) -> ConvDecodeKey:
-    """The specialisation of a call; the same for every batch (docs/notes/conv1d.md)."""
-    return ConvDecodeKey(width, weight)
+# Measured on H200 (docs/notes/conv1d.md). The form that the models use, width 4 with bf16 weights, has a second shape each.
+SMALL_STEP = 1 << 20  # outputs of a decode step up to which two rows a thread are faster than four
+LONG_SEQUENCES = 128  # mean tokens of a sequence from which sixteen tokens a thread are faster than eight
 
 
 @functools.cache
-def choose_prefill(width: int, weight: Dtype) -> ConvPrefillKey:
-    """The specialisation of a call; the same for every batch and length (docs/notes/conv1d.md)."""
-    return ConvPrefillKey(width, weight)
+def _shapes(
+    width: int, weight: Dtype
+) -> tuple[tuple[ConvDecodeKey, ConvDecodeKey], tuple[ConvPrefillKey, ConvPrefillKey]]:
+    """(small, large) steps and (short, long) sequences; the same key twice where there is one shape."""
+    decode, prefill = ConvDecodeKey(width, weight), ConvPrefillKey(width, weight)
+    if (width, weight) != (4, "bfloat16"):
+        return (decode, decode), (prefill, prefill)
+    small = ConvDecodeKey(width, weight, vec=4, rows=2, threads=64, lanes=2, blocks=0)
+    return (small, decode), (prefill, ConvPrefillKey(width, weight, tokens=16))
+
+
+def choose_decode(width: int, weight: Dtype, outputs: int) -> ConvDecodeKey:
+    """The specialisation for `outputs` = sequences x channels."""
+    return _shapes(width, weight)[0][outputs > SMALL_STEP]
+
+
+def choose_prefill(width: int, weight: Dtype, tokens: int, sequences: int) -> ConvPrefillKey:
+    """The specialisation for a packed call."""
+    return _shapes(width, weight)[1][tokens >= LONG_SEQUENCES * sequences]
 
 
 @functools.cache
@@ -138,13 +153,14 @@ def choose_verify(width: int, weight: Dtype) -> ConvVerifyKey:
 
 
 def decode_candidates(width: int, weight: Dtype) -> list[ConvDecodeKey]:
-    """The space a sweep tries."""
+    """The space a sweep tries; with four channels a thread also bounded to 64 registers."""
     keys = [
-        ConvDecodeKey(width, weight, vec, rows, threads, lanes)
+        ConvDecodeKey(width, weight, vec, rows, threads, lanes, blocks)
         for vec in (4, 8)
         for rows in (1, 2, 4)
         for threads in (32, 64, 128)
         for lanes in (1, 2, 4)
+        for blocks in ((0, 1024 // (threads * lanes)) if vec == 4 else (0,))
     ]
     return [key for key in keys if key.rejection() is None]
 
@@ -166,9 +182,11 @@ def shipped() -> list[Entry]:
     weights: tuple[Dtype, Dtype] = ("bfloat16", "float32")
     served = [(4, weight) for weight in weights]
     forms: list[tuple[int, Dtype]] = [*served, (3, "bfloat16"), (2, "bfloat16")]
+    decodes = dict.fromkeys(key for form in forms for key in _shapes(*form)[0])
+    prefills = dict.fromkeys(key for form in forms for key in _shapes(*form)[1])
     return [
-        *(Entry("conv1d_decode", choose_decode(*form), budget) for form in forms),
-        *(Entry("conv1d_prefill", choose_prefill(*form), budget) for form in forms),
+        *(Entry("conv1d_decode", key, budget) for key in decodes),
+        *(Entry("conv1d_prefill", key, budget) for key in prefills),
         *(Entry("conv1d_verify", choose_verify(*form), budget) for form in served),
         Entry("conv1d_verify", ConvCommitKey(4), budget),
     ]

@@ -267,7 +267,7 @@ def test_launches_pass_flags_and_stand_ins(monkeypatch):
     causal_conv1d_decode(**given, activation=None)
     causal_conv1d_decode(**given, bias=torch.zeros(C, dtype=BF16), settled=True)
     (key, plain), (other, full) = calls
-    assert key == other == configs.choose_decode(W, "bfloat16")
+    assert key == other == configs.choose_decode(W, "bfloat16", N * C)
     assert plain[2] is given["weight"]
     assert plain[-1] == 0
     assert full[2].shape == (1, C)
@@ -292,8 +292,8 @@ def test_every_conv_key_has_its_own_symbol():
         keys = [*decodes, *prefills, configs.ConvVerifyKey(width, "float32"), configs.ConvCommitKey(width)]
         assert len({key.symbol() for key in keys}) == len(keys)
         for weight in configs.SHORT:
-            assert configs.choose_decode(width, weight) in decodes
-            assert configs.choose_prefill(width, weight) in prefills
+            assert {configs.choose_decode(width, weight, size) for size in (1, 1 << 24)} <= set(decodes)
+            assert {configs.choose_prefill(width, weight, size, 8) for size in (8, 1 << 14)} <= set(prefills)
     for key in (
         configs.ConvDecodeKey(5, "bfloat16"),
         configs.ConvDecodeKey(4, "bfloat16", vec=16),
@@ -307,7 +307,10 @@ def test_every_conv_key_has_its_own_symbol():
     shipped = [
         entry for entry in manifest() if entry.kernel_file.startswith("conv1d") or entry.kernel_file == "state_ids"
     ]
-    assert len(shipped) <= 12
+    assert len(shipped) <= 14
+    for size in (1, 1 << 20, (1 << 20) + 1, 1 << 30):
+        assert configs.choose_decode(4, "bfloat16", size) in {entry.key for entry in shipped}
+        assert configs.choose_prefill(4, "bfloat16", size, 1) in {entry.key for entry in shipped}
     assert all(getattr(entry.key, "rejection", lambda: None)() is None for entry in shipped)
 
 

@@ -7,6 +7,7 @@ import torch
 from conv_case import BF16, CHANNELS, FORMS, Case, bits, check_windows, float64_out, gpu_ids
 
 from compact_state.cute_kernels import advance_state_ids, causal_conv1d_decode
+from compact_state.cute_kernels.configs import conv1d as configs
 from compact_state.cute_kernels.errors import InvalidArgumentError, UnsupportedConfigError
 from compact_state.cute_kernels.reference import conv1d as reference
 
@@ -132,6 +133,26 @@ def test_row_counts_around_a_threads_rows(rows):
         part = slice(n, n + 1)
         alone = case.decode(x[part], original, read[part], write[part], positions[part])
         assert torch.equal(out[part], alone), f"row {n} depends on the others"
+
+
+def test_large_steps():
+    """Enough outputs for the other shape of the kernel: the same bits as rows of a small step, and float64's values."""
+    rows, channels = 303, 4096
+    assert configs.choose_decode(4, "bfloat16", rows * channels) != configs.choose_decode(4, "bfloat16", channels)
+    case = Case(channels=channels, slots=2 * rows)
+    read = torch.arange(0, 2 * rows, 2, dtype=torch.int32, device="cuda")
+    positions = torch.arange(rows, dtype=torch.int32, device="cuda") + 3
+    write = torch.where(positions % 3 == 0, read, read + 1)
+    x = case.tokens(rows)
+    original, oracle = case.pool.clone(), case.pool.clone()
+    expected = reference.causal_conv1d_decode(
+        x, case.weight, oracle, read, write, positions, out=float64_out(case, rows), **case.options()
+    )
+    out = case.decode(x, case.pool, read, write, positions)
+    case.check_output(out, expected)
+    check_windows(case.pool, (oracle, original), write, positions + 1)
+    part = slice(100, 110)
+    assert torch.equal(out[part], case.decode(x[part], original, read[part], write[part], positions[part]))
 
 
 def test_A1_padded_rows_leave_every_slot_alone():
