@@ -1,5 +1,5 @@
 # Two commands: `make demo` and `make test`. Each makes .venv, installs what it needs and runs.
-# TORCH=existing uses the torch of the calling Python instead of installing one.
+# TORCH=existing uses the torch, and the lmdeploy if there is one, of the calling Python instead of installing them.
 PYTHON ?= python3
 TORCH  ?= constraints
 VENV   := .venv
@@ -13,18 +13,21 @@ export CUTE_DSL_ARCH ?= sm_90a
 ifeq ($(TORCH),existing)
 VENV_FLAGS := --system-site-packages
 CONSTRAINT :=
+LMDEPLOY   :=
 else
 VENV_FLAGS :=
 CONSTRAINT := -c constraints-cpu.txt
+LMDEPLOY   := tests/integration/requirements.txt
 endif
 
 .PHONY: demo test lint test-deep clean
 .DEFAULT_GOAL := test
 
-$(VENV)/.installed: pyproject.toml constraints-cpu.txt
+$(VENV)/.installed: pyproject.toml constraints-cpu.txt tests/integration/requirements.txt
 	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
 	$(BIN)/python -m pip install -q --upgrade "pip>=25.1"
 	$(BIN)/python -m pip install -q $(CONSTRAINT) -e . --group dev
+	$(if $(LMDEPLOY),$(BIN)/python -m pip install -q --no-deps -r $(LMDEPLOY))
 	touch $@
 
 demo: $(VENV)/.installed

@@ -7,15 +7,17 @@ Drawn as transformers draws it, such a model answers one token for ever: the res
 last token to a head that is that same embedding. Here the head is a matrix of its own, every projection keeps the scale
 of its input, and the gates decay slowly, so that the states of the linear layers decide the answer.
 
-Needs torch, transformers (made with 5.17), tokenizers. No GPU. The same versions write the same bytes.
+Needs torch, numpy, transformers (made with 5.17), tokenizers. No GPU. Every machine writes the same weights.
 """
 
 from __future__ import annotations
 
 import argparse
+import zlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 SPECIAL_TOKENS = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<unk>"]
@@ -105,27 +107,39 @@ def make_config(shape: str = "tiny") -> Any:
     )
 
 
+def _drawn(parameter: torch.Tensor, name: str, seed: int) -> torch.Tensor:
+    """Values for one parameter, decided by its name and shape alone: the same on every machine and torch."""
+    draw = np.random.default_rng([seed, zlib.crc32(name.encode())])
+    shape = tuple(parameter.shape)
+    if name.endswith("A_log"):
+        values = draw.uniform(-5.0, -1.0, shape)
+    elif name.endswith("dt_bias"):
+        values = draw.uniform(-2.0, 0.0, shape)
+    else:
+        if name.endswith("conv1d.weight"):
+            scale = 0.5
+        elif name.endswith("embed_tokens.weight"):
+            scale = 1.0
+        elif name.endswith("lm_head.weight"):
+            # Wide logits: a bf16 rounding elsewhere seldom changes the largest one.
+            scale = 4.0 * shape[1] ** -0.5
+        elif "visual" in name:
+            scale = 0.02
+        else:
+            scale = shape[1] ** -0.5
+        values = draw.standard_normal(shape, np.float32) * np.float32(scale)
+    return torch.from_numpy(np.asarray(values, np.float32)).to(parameter.dtype)
+
+
 @torch.no_grad()
 def make_model(shape: str = "tiny", seed: int = 0) -> Any:
     """The random model in bfloat16."""
     from transformers import Qwen3_5ForConditionalGeneration
 
-    torch.manual_seed(seed)
     model = Qwen3_5ForConditionalGeneration(make_config(shape)).to(torch.bfloat16)
     for name, parameter in model.named_parameters():
-        if name.endswith("A_log"):
-            parameter.uniform_(-5.0, -1.0)
-        elif name.endswith("dt_bias"):
-            parameter.uniform_(-2.0, 0.0)
-        elif name.endswith("conv1d.weight"):
-            parameter.normal_(0.0, 0.5)
-        elif name.endswith("embed_tokens.weight"):
-            parameter.normal_(0.0, 1.0)
-        elif name.endswith("lm_head.weight"):
-            # Wide logits: a bf16 rounding elsewhere seldom changes the largest one.
-            parameter.normal_(0.0, 4.0 * parameter.shape[1] ** -0.5)
-        elif parameter.dim() == 2 and "visual" not in name:
-            parameter.normal_(0.0, parameter.shape[1] ** -0.5)
+        if parameter.dim() > 1 or name.endswith(("A_log", "dt_bias")):
+            parameter.copy_(_drawn(parameter, name, seed))
     return model
 
 

@@ -57,19 +57,35 @@ def test_answers_vary_with_the_prompt_and_within_themselves(flow: Flow) -> None:
     assert ask(flow, changed)[0] != answers[0]
 
 
-def test_ids_equal_transformers(flow: Flow, checkpoint: Path) -> None:
-    """An independent implementation of the whole model: same ids, close logits."""
+def test_ids_and_logits_equal_transformers(flow: Flow, checkpoint: Path) -> None:
+    """An independent implementation of the whole model: close logits, and the same ids where no two are near-tied.
+
+    Two bf16 evaluations of this model differ by up to 0.2 in a logit (standard deviation 4): that is a near-tie here.
+    """
     from transformers import Qwen3_5ForConditionalGeneration
 
     model = Qwen3_5ForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.bfloat16)
-    tokens = prompt(90, 7)
-    want = model.generate(torch.tensor([tokens]), max_new_tokens=NEW, do_sample=False, eos_token_id=None)
-    assert ask(flow, tokens)[0] == want[0, len(tokens) :].tolist()
-    with torch.no_grad():
-        logits = model(torch.tensor([tokens + want[0, len(tokens) :].tolist()])).logits[0, -1].float()
-    # The last forward of the request consumed its last token.
-    ours = flow.device.logits[0]
-    assert (ours - logits).abs().max() < 0.05 * logits.abs().max()
+    rows: list[torch.Tensor] = []
+    forward = flow.device._forward
+
+    def recorded(*args: Any) -> torch.Tensor:
+        result = forward(*args)
+        rows.append(flow.device.logits[0])
+        return result
+
+    flow.device._forward = recorded
+    for length in (1, 90):
+        tokens = prompt(length, 7)
+        rows.clear()
+        answer = ask(flow, tokens, 2 * NEW)[0]
+        with torch.no_grad():
+            want = model(torch.tensor([tokens + answer])).logits[0, length - 1 : -1].float()
+        ours = torch.stack(rows[: 2 * NEW])
+        assert (ours - want).abs().max() < 0.3
+        best = want.topk(2).values
+        clear = best[:, 0] - best[:, 1] > 0.3
+        assert clear.sum() >= NEW
+        assert torch.equal(want.argmax(-1)[clear], torch.tensor(answer)[clear])
 
 
 def test_a_hit_answers_as_a_cold_prompt_does(flow: Flow) -> None:
