@@ -33,7 +33,11 @@ sys.stdin.read()
 
 
 class LoopbackMooncake:
-    """Starts both processes. Times of expiry are short, so that faults pass in seconds; logs go to `folder`."""
+    """Starts both processes. Times of expiry are short, so that faults pass in seconds; logs go to `folder`.
+
+    `segment_bytes`: a multiple of 16 MiB. `lease_ttl_ms`: how long a read key cannot be removed; `client_ttl_s`: how long a
+    dead owner is not noticed; `put_discard_s`: how long an unfinished put holds its key.
+    """
 
     def __init__(
         self,
@@ -89,6 +93,8 @@ class LoopbackMooncake:
                 [str(program), *ports, *self._options], stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
         wait_for_port(self.address, 20.0)
+        if self.master.poll() is not None:
+            raise StateIOError(f"mooncake_master ended at once, see {self.folder / 'master.log'}")
 
     def start_owner(self) -> None:
         """Starts a process that lends `segment_bytes` of memory to the store."""

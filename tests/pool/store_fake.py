@@ -34,6 +34,8 @@ class FakeClient:
         self.half_way = threading.Event()
         self.registered: dict[int, int] = {}
         self.refuse: set[int] = set()
+        #: Added to what a get that moved everything returns.
+        self.lie = 0
         self.closed = False
 
     def _scripted(self, call: str) -> int | None:
@@ -117,7 +119,7 @@ class FakeClient:
             self.gate.wait(20)
             ctypes.memmove(pointer + size // 2, data[at + size // 2 : at + size], size - size // 2)
             at += size
-        return len(data)
+        return len(data) + self.lie
 
     def get_size(self, key: str) -> int:
         code = self._scripted("size")

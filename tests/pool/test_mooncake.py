@@ -17,7 +17,7 @@ MIB_HEADS = 255  # a slot of one MiB
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
-    with cluster(tmp_path_factory.mktemp("mooncake"), segment_bytes=32 << 20) as running:
+    with cluster(tmp_path_factory.mktemp("mooncake"), segment_bytes=32 << 20, client_ttl_s=10) as running:
         yield running
 
 

@@ -16,8 +16,9 @@ PROMPT = list(range(20))
 
 
 @pytest.fixture
-def store(tmp_path):
-    with cluster(tmp_path) as running:
+def store(tmp_path, request):
+    """Its times of expiry can be set by a test's parameter."""
+    with cluster(tmp_path, **getattr(request, "param", {})) as running:
         yield running
 
 
@@ -100,29 +101,30 @@ store.put_from(sys.argv[2], ctypes.addressof(data), len(data))
 """
 
 
-def test_putter_killed_in_a_put(tmp_path):
+@pytest.mark.parametrize("store", [{"client_ttl_s": 20, "put_discard_s": 5}], indirect=True)
+def test_putter_killed_in_a_put(store):
     """Its key is neither readable nor writable until the master gives the put up; a put of it does not count before."""
-    with cluster(tmp_path, put_discard_s=5) as store:
-        rig, reader = (store.rig(slots=8, heads=MIB_HEADS) for _ in range(2))
-        entry = rig.checkpoint(PROMPT[:10])
-        key = rig.store._keys.of_rank(rig.store._keys.names(entry.key, [10])[0], 0)
-        command = [sys.executable, "-c", PUTTER, store.mooncake.address, key]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as putter:
-            putter.stdin.write(b"go\n")
-            store.mooncake.pause_owner(True)
-            putter.stdin.flush()
-            assert putter.stdout.readline() == b"putting\n"
-            time.sleep(0.3)
-            putter.kill()
-        store.mooncake.pause_owner(False)
-        assert reader.resume(PROMPT, [10]) == 0
-        assert not rig.put(entry)
-        assert rig.ledger.counters.e_io == 1
-        put_until_stored(rig, PROMPT[:10])
-        assert reader.resume(PROMPT, [10]) == 10
-        assert store.check_objects() > 0
+    rig, reader = (store.rig(slots=8, heads=MIB_HEADS) for _ in range(2))
+    entry = rig.checkpoint(PROMPT[:10])
+    key = rig.store._keys.of_rank(rig.store._keys.names(entry.key, [10])[0], 0)
+    command = [sys.executable, "-c", PUTTER, store.mooncake.address, key]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as putter:
+        putter.stdin.write(b"go\n")
+        store.mooncake.pause_owner(True)
+        putter.stdin.flush()
+        assert putter.stdout.readline() == b"putting\n"
+        time.sleep(0.3)
+        putter.kill()
+    store.mooncake.pause_owner(False)
+    assert reader.resume(PROMPT, [10]) == 0
+    assert not rig.put(entry)
+    assert rig.ledger.counters.e_io == 1
+    put_until_stored(rig, PROMPT[:10])
+    assert reader.resume(PROMPT, [10]) == 10
+    assert store.check_objects() > 0
 
 
+@pytest.mark.parametrize("store", [{"client_ttl_s": 20}], indirect=True)
 def test_an_owner_that_stands_still_costs_a_slot_and_no_more(store):
     """Past its deadline a transfer may still touch its slot: quarantine, and a late end that changes nothing."""
     settings = replace(LIVE, get_deadline_s=0.5, put_deadline_s=0.5)

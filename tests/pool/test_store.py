@@ -242,6 +242,15 @@ def test_I10_only_a_full_read_is_a_hit(make, code):
         assert rig.resume(PROMPT, [10]) == 10
 
 
+@pytest.mark.parametrize("lie", [-1, 1])
+def test_I10_a_length_that_is_off_by_one_is_a_miss_whatever_the_bytes(make, lie):
+    stored_by_another(make)
+    rig = make()
+    rig.raw[0].lie = lie
+    assert rig.resume(PROMPT, [10]) == 0
+    assert rig.ledger.counters.e_miss == 1
+
+
 def test_a_lease_that_ran_out_is_tried_once_more(make):
     stored_by_another(make)
     rig = make()
@@ -394,6 +403,32 @@ def test_I18_what_goes_before_it_is_stored_is_counted_as_lost(make):
         assert other.resume([number, 1, 2], [2]) == (2 if entry.stored else 0)
 
 
+def test_I9_boundaries_of_prompt_and_answer_are_stored(make):
+    """100 tokens of prompt and 156 generated, interval 64: a follow-up elsewhere reuses 256, or 192 when capped."""
+    rig = make()
+    request = rig.request(range(100))
+    assert rig.life.admit(request)
+    for entry in rig.run(request, 100, [64]):
+        rig.store.put(entry)
+    for token in range(156):
+        rig.life.extend(request, [1000 + token])
+        for entry in rig.run(request, 1, [p for p in (request.position + 1,) if p % 64 == 0]):
+            rig.store.put(entry)
+        rig.store.poll()
+    assert rig.store.settle(10)
+    assert rig.store.counters.puts_stored == 4
+    follow_up = [*range(100), *range(1000, 1156), *range(20)]
+    assert make().resume(follow_up, range(64, 276, 64)) == 256
+    other = make()
+    capped = other.request(follow_up)
+    other.store.find(capped, range(64, 276, 64), limit=255)
+    other.settle(lambda: not other.store.pending(capped))
+    assert other.life.admit(capped, limit=255)
+    assert capped.resumed == 192
+    other.life.cancel(capped)
+    rig.life.cancel(request)
+
+
 def test_a_put_waits_for_the_fence_of_its_producer(make):
     rig, fence = make(), Fence()
     request = rig.request(PROMPT)
@@ -418,6 +453,7 @@ def test_a_put_of_a_failed_step_never_starts(make, backend):
     fence.open = True
     rig.life.poll()
     assert rig.store.settle(10)
+    assert rig.store.counters.withdrawn == 0  # it ended at once, not by its deadline
     assert not entry.stored
     assert not backend.objects
     rig.life.cancel(request)
@@ -467,7 +503,10 @@ def test_one_rank_that_fails_rolls_all_back(make, backend):
     assert rig.ledger.counters.e_rank == 1
     # One rank's key is there: not a state.
     assert len(backend.objects) == 1
-    assert make(2).resume(PROMPT, [10]) == 0
+    reader = make(2)
+    assert reader.resume(PROMPT, [10]) == 0
+    assert reader.store.counters.finds == 1
+    assert reader.raw[0].calls["get"] == reader.raw[1].calls["get"] == 0
     assert rig.put(entry)
     other = make(2)
     other.raw[0].codes["get"].append(-800)
