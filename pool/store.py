@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from .errors import ErrorClass
 from .index import IndexEntry
@@ -120,7 +121,7 @@ class MooncakeStateStore(StoreBase):
             return False
         self.counters.finds += 1
         deadline = self._clock() + self.settings.find_deadline_s
-        find = Find(request, names, deadline, self.settings.attempts, self.ledger.epoch)
+        find = Find(request, names, limit, deadline, self.settings.attempts, self.ledger.epoch)
         op = self._number()
         self._finds[op] = find
         texts = tuple(keys.of_rank(name, rank) for name in names for rank in range(keys.ranks))
@@ -155,7 +156,8 @@ class MooncakeStateStore(StoreBase):
         if not known or not self._serves() or keys is None or find.epoch != self.ledger.epoch:
             return
         find.names = [name for name in find.names if not self._avoids(name)]
-        if not find.names or find.attempts <= 0 or self.index.lookup(request.key).position >= find.names[0].position:
+        local = self.index.lookup(request.key, limit=find.limit).position
+        if not find.names or find.attempts <= 0 or local >= find.names[0].position:
             return
         if self.ledger.gets_in_flight >= self.ledger.max_gets and self._clock() < find.deadline:
             self._parked.append(find)
@@ -186,19 +188,10 @@ class MooncakeStateStore(StoreBase):
                 self._report(active, rank, False, ErrorClass.STALE)
         elif self.ledger.may_start(lease):
             active.queued = True
+            slot, step = lease.handle.slot, lease.position
+            job = Job(lease.op, lease.kind, (), slot, step, lease.after_step, lease.deadline)
             for rank, port in enumerate(self.ports):
-                key = active.keys.of_rank(active.name, rank)
-                port.submit(
-                    Job(
-                        lease.op,
-                        lease.kind,
-                        (key,),
-                        lease.handle.slot,
-                        lease.position,
-                        lease.after_step,
-                        lease.deadline,
-                    )
-                )
+                port.submit(replace(job, keys=(active.keys.of_rank(active.name, rank),)))
 
     def poll(self) -> None:
         """Takes in what has happened: completions, deadlines, fences. Call once a step, on the ledger's thread."""

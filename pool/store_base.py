@@ -30,6 +30,7 @@ class Find:
 
     request: StateRequest
     names: list[StateName]
+    limit: int | None
     deadline: float
     attempts: int
     epoch: int
@@ -157,8 +158,10 @@ class StoreBase:
     def new_weights(self, weights: str | None) -> None:
         """After `life.new_weights()`: the new weights' immutable identity. Until it comes nothing is stored or found.
 
-        None: there is none, the store stays closed to states of these weights.
+        None: there is none, the store stays closed to states of these weights. ConfigError before `life.new_weights()`.
         """
+        if weights is not None and self._epoch == self.ledger.epoch:
+            raise ConfigError("weights", weights, "an identity after life.new_weights(), which empties the local index")
         if weights is not None and self._keys is not None:
             self._keys = StateKeys(replace(self._keys.identity, weights=weights), self._keys.layouts)
             self._epoch = self.ledger.epoch

@@ -94,6 +94,15 @@ def test_the_longest_boundary_within_the_limits_is_loaded(make):
     assert rig.life.admit(request, limit=9)
     assert request.resumed == 8
     rig.life.cancel(request)
+    # A longer local checkpoint is no hit past the limit: the shorter one is loaded all the same.
+    rig.evict_all()
+    rig.checkpoint(PROMPT[:16])
+    request = rig.request(PROMPT)
+    assert rig.store.find(request, [8], limit=9)
+    rig.settle(lambda: not rig.store.pending(request))
+    assert rig.life.admit(request, limit=9)
+    assert request.resumed == 8
+    rig.life.cancel(request)
     # Nothing past the local hit: nothing to ask.
     assert not rig.store.find(rig.request(PROMPT), [4, 8])
 
@@ -580,6 +589,8 @@ def test_what_has_not_started_by_its_deadline_costs_no_slot(make):
     assert rig.ledger.quarantined == 1
     rig.raw[0].gate.set()
     rig.settle(lambda: not rig.ledger.stuck)
+    rig.close()
+    assert rig.store.counters.late == 1  # the one that hung; the other never ran
 
 
 def test_duplicate_and_unknown_completions_change_nothing(make):
@@ -674,6 +685,8 @@ def test_I21_sleep_unregisters_and_wake_registers_the_new_place(make):
 def test_new_weights_need_a_new_identity(make):
     rig = make()
     assert rig.put(rig.checkpoint(PROMPT[:10]))
+    with pytest.raises(ConfigError, match=r"after life\.new_weights"):
+        rig.store.new_weights("weights-2")
     late = rig.checkpoint(PROMPT[:12])
     rig.raw[0].gate.clear()
     rig.store.put(late)
