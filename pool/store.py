@@ -44,8 +44,13 @@ class MooncakeStateStore(StoreBase):
         *,
         mode: str = "auto",
     ) -> MooncakeStateStore:
-        """A store over pools of this process, one per rank, each with its own Mooncake client."""
+        """A store over pools of this process, one per rank, each with its own Mooncake client. `mode`: see store_memory.
+
+        "auto" over RDMA tries to move GPU slots directly.
+        """
         ranks = [pools] if isinstance(pools, StatePool) else list(pools)
+        if mode == "auto" and config.protocol == "rdma" and all(pool.device.type == "cuda" for pool in ranks):
+            mode = "direct"
         ports = [StateTransfer(pool, config.connect(), settings, mode=mode) for pool in ranks]
         return cls(life, identity, ports, settings)
 

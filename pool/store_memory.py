@@ -1,14 +1,18 @@
 """How payload bytes get from a slot to the transport and back, and the ring of buffers that leases hold meanwhile.
 
     host     pool in host memory: the transport reads and writes the slot itself
-    direct   pool in GPU memory that the transport could register: the same; bytes pass a window for their checksum
+    direct   pool in GPU memory that the transport registers: the same; bytes pass a window for their checksum
     staged   GPU memory that it cannot register (TCP): a pinned buffer of the ring stands between
+
+`auto` is host or staged. Direct has to be asked for, since a transport over TCP registers any address and crashes later;
+where registration is refused it becomes staged.
 
 A thread owns one ring buffer for as long as it lives, so a transfer that hangs keeps its buffer too.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from .errors import ConfigError, StateIOError
@@ -21,6 +25,7 @@ if TYPE_CHECKING:
     from .mooncake import StoreClient
     from .pool import StatePool
 
+logger = logging.getLogger("compact_state.store")
 MODES = ("auto", "host", "direct", "staged")
 #: Bytes of the window through which a GPU slot passes for its checksum when the payload itself does not.
 WINDOW_BYTES = 4 << 20
@@ -60,8 +65,7 @@ class SlotMemory:
             raise ConfigError("mode", mode, "auto, direct, staged for a pool in GPU memory")
         self.pool, self.client = pool, client
         self.size = pool.slot_bytes
-        self.mode = ("direct" if cuda else "host") if mode == "auto" else mode
-        self._may_stage = mode == "auto"
+        self.mode = ("staged" if cuda else "host") if mode == "auto" else mode
         self._memory: torch.Tensor | None = None
         self._free: list[RingBuffer] = []
         self._make_ring(count)
@@ -100,7 +104,8 @@ class SlotMemory:
         self.detach()
         if self.mode != "staged":
             code = self.client.register(memory.data_ptr(), memory.numel())
-            if code != 0 and self._may_stage and self.mode == "direct":
+            if code != 0 and self.mode == "direct":
+                logger.warning("the transport refused the pool's GPU memory (%d): transfers are staged", code)
                 self.mode = "staged"
             elif code != 0:
                 raise StateIOError(f"the transport refused {memory.numel()} bytes of the pool ({self.mode}): {code}")

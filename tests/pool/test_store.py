@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from compact_state.pool import ConfigError, PoolClosedError, PrefixKey, StateIOError, StuckLeaseError
-from compact_state.pool.mooncake import MooncakeConfig, StoreClient, error_of, is_transport
+from compact_state.pool.mooncake import MooncakeConfig, error_of, is_transport
 from compact_state.pool.store_keys import StoreIdentity
 from compact_state.pool.store_report import register_store_metrics
 from compact_state.pool.store_transfer import StateTransfer, StepFences
@@ -764,17 +764,14 @@ def test_a_range_that_the_transport_refuses(backend):
     rig.close()
 
 
-def test_gpu_memory_that_cannot_be_registered_is_staged(backend):
-    """`auto` on a GPU tries the slots themselves; here a host pool plays the GPU's."""
-    from compact_state.pool.store_memory import SlotMemory
-
+def test_gpu_memory_that_cannot_be_registered_is_staged(backend, caplog):
+    """Here a host pool plays the GPU's."""
     raw = backend.client()
     raw.refuse.add(6 * 8704)
-    rig = Rig([backend.client()])
-    memory = SlotMemory(rig.pools[0], StoreClient(raw), 1, "direct")
-    memory._may_stage = True
-    memory.attach()
-    assert memory.mode == "staged"
+    rig = Rig([raw], mode="direct")
+    assert rig.ports[0].memory.mode == "staged"
+    assert "transfers are staged" in caplog.text
+    assert rig.put(rig.checkpoint(PROMPT[:10]))
     rig.close()
 
 
