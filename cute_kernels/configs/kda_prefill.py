@@ -1,0 +1,67 @@
+"""Chunkwise KDA prefill: its two kernels' specialisations and how a call is cut into launches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..compile.manifest import Entry, ResourceBudget
+
+Gate = Literal["softplus", "bounded"]
+StateDtype = Literal["float32", "bfloat16"]
+SHORT = {"float32": "f32", "bfloat16": "bf16"}
+GATES: tuple[Gate, ...] = ("softplus", "bounded")
+SLABS: tuple[Literal[1, 2], ...] = (1, 2)
+STATE_DTYPES: tuple[StateDtype, ...] = ("float32", "bfloat16")
+RECORD_BYTES = 66_560  # what a chunk contributes to one head's recurrence, see device/kda_layout.py
+MULTIPROCESSORS = 132
+WORKSPACE_BYTES = 1 << 30  # most that one launch may take for records
+
+
+def heads_per_launch(slots: int, heads: int) -> int:
+    """Value heads whose records of `slots` chunk slots fit the workspace: all of them, or an equal share, at least one."""
+    limit = max(1, WORKSPACE_BYTES // (max(slots, 1) * RECORD_BYTES))
+    launches = -(-heads // limit)
+    return -(-heads // launches)
+
+
+def slabs_per_block(rows: int, heads: int) -> Literal[1, 2]:
+    """Half a head a block where the chip has a multiprocessor for each half; a function of shapes alone, the bits are equal."""
+    return 1 if 2 * rows * heads <= MULTIPROCESSORS else 2
+
+
+@dataclass(frozen=True)
+class KdaRecordsKey:
+    """Everything that changes the code of `kernels/kda_records.py`."""
+
+    gate: Gate
+
+    def symbol(self) -> str:
+        """C identifier of the specialisation."""
+        return f"kda_records_{self.gate}"
+
+
+@dataclass(frozen=True)
+class KdaPrefillKey:
+    """Everything that changes the code of `kernels/kda_prefill.py`.
+
+    slabs: state warpgroups of a block, 64 V rows each: 2 is a whole head, 1 half of one. Both give the same bits.
+    """
+
+    state: StateDtype
+    slabs: Literal[1, 2]
+
+    def symbol(self) -> str:
+        """C identifier of the specialisation."""
+        return f"kda_prefill_{SHORT[self.state]}_{self.slabs}"
+
+
+def shipped() -> list[Entry]:
+    """Specialisations built ahead of time."""
+    entries = [Entry("kda_records", KdaRecordsKey(gate), ResourceBudget(max_registers=128)) for gate in GATES]
+    entries += [
+        Entry("kda_prefill", KdaPrefillKey(state, slabs), ResourceBudget(max_registers=255 if slabs == 1 else 168))
+        for state in STATE_DTYPES
+        for slabs in SLABS
+    ]
+    return entries

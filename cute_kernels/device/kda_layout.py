@@ -1,0 +1,128 @@
+"""What the two KDA prefill kernels agree on: the chunk record in global memory and the walk over a sequence's chunks.
+
+A *record* holds everything a chunk contributes to one value head's recurrence except V, as the shared-memory image the
+state kernel computes from, so that one bulk copy loads it:
+
+    KG   bf16 [64 x 128]   k r_k e^G           row side of S k
+    QG   bf16 [64 x 128]   q r_q s e^G         row side of S q
+    KU   fp16 [64 x 128]   k r_k e^(G_C - G)   state update
+    T    fp16 [64 x 64]    (I + L)^-1 diag(beta)
+    P    fp16 [64 x 64]    tril(q k) with decay and scale
+    tail fp32 e^(G_C) [128], then 4 words: chunk start in the row, tokens, end in the row, first checkpoint entry or -1
+"""
+
+import cutlass.cute as cute
+from cutlass import Int32
+
+from ..configs.kda_prefill import RECORD_BYTES
+from .prefill_layout import CHUNK, OPERAND_BYTES, TILE_BYTES
+
+KG_OFFSET = 0
+QG_OFFSET = OPERAND_BYTES
+KU_OFFSET = 2 * OPERAND_BYTES
+T_OFFSET = 3 * OPERAND_BYTES
+P_OFFSET = T_OFFSET + TILE_BYTES
+TAIL_OFFSET = P_OFFSET + TILE_BYTES
+INFO_OFFSET = TAIL_OFFSET + 512
+RECORD_COPY_BYTES = INFO_OFFSET + 16
+assert RECORD_BYTES == TAIL_OFFSET + 1024
+
+
+@cute.jit
+def first_slot(mCu: cute.Tensor, mEntryCu: cute.Tensor, row: Int32, has_entries: Int32) -> Int32:
+    """First chunk slot of a row: a closed form that leaves at least ceil(len / 64) + entries slots to each row."""
+    entries = Int32(mEntryCu[row])
+    return (Int32(mCu[row]) >> 6) + row + (entries if has_entries != 0 else Int32(0))
+
+
+@cute.jit
+def row_of_slot(
+    mCu: cute.Tensor, mEntryCu: cute.Tensor, slot: Int32, rows: Int32, lane: Int32, has_entries: Int32
+) -> Int32:
+    """The row that owns a chunk slot: 32-way search, all lanes of a warp take part."""
+    low = Int32(0)
+    high = rows
+    while high - low > 1:
+        step = (high - low + 31) >> 5
+        candidate = low + lane * step
+        at = candidate if candidate < high else low
+        below = (candidate < high) & (first_slot(mCu, mEntryCu, at, has_entries) <= slot)
+        passed = cute.arch.popc(cute.arch.vote_ballot_sync(below))
+        low = low + (passed - 1) * step
+        high = low + step if low + step < high else high
+    return low
+
+
+@cute.jit
+def entry_rank(end: Int32, index: Int32, length: Int32, grid_ends: Int32) -> Int32:
+    """Place of a checkpoint entry among all chunk ends of its row; a grid end at the same token comes behind it."""
+    before = (end - 1) >> 6 if end > 0 else Int32(0)
+    return index + (grid_ends if end > length else before)
+
+
+@cute.jit
+def entries_before(
+    mEnds: cute.Tensor, first: Int32, count: Int32, place: Int32, length: Int32, grid_ends: Int32, lane: Int32
+) -> Int32:
+    """How many of a row's entries rank before `place`: 32-way search by a warp."""
+    low = Int32(0)
+    high = count
+    while high > low:
+        step = (high - low + 31) >> 5
+        candidate = low + lane * step
+        at = candidate if candidate < high else low
+        rank = entry_rank(Int32(mEnds[first + at]), at, length, grid_ends)
+        passed = cute.arch.popc(cute.arch.vote_ballot_sync((candidate < high) & (rank < place)))
+        limit = low + passed * step
+        low = low + (passed - 1) * step + 1 if passed > 0 else low
+        high = (limit if limit < high else high) if passed > 0 else low
+    return low
+
+
+@cute.jit
+def chunk_of_slot(
+    mCu: cute.Tensor,
+    mEntryCu: cute.Tensor,
+    mEnds: cute.Tensor,
+    slot: Int32,
+    rows: Int32,
+    lane: Int32,
+    has_entries: Int32,
+    min_tokens: Int32,
+):
+    """(row's first token, start, count, first entry or -1) of a chunk slot; start counts from the row's first token.
+
+    A row's chunks end at every multiple of 64 tokens, at every checkpoint and at its length: they depend on this row alone.
+    A slot without a chunk has count 0, as have all slots of rows with fewer than `min_tokens` tokens.
+    """
+    row = row_of_slot(mCu, mEntryCu, slot, rows, lane, has_entries)
+    token = Int32(mCu[row])
+    length = Int32(mCu[row + 1]) - token
+    length = length if length >= min_tokens else Int32(0)
+    place = slot - first_slot(mCu, mEntryCu, row, has_entries)
+    grid_ends = (length + CHUNK - 1) >> 6
+    passed = Int32(0)
+    entry = Int32(-1)
+    entry_end = Int32(0)
+    previous = Int32(0)
+    if has_entries != 0:
+        first = Int32(mEntryCu[row])
+        entries = Int32(mEntryCu[row + 1]) - first
+        passed = entries_before(mEnds, first, entries, place, length, grid_ends, lane)
+        if passed > 0:
+            previous = Int32(mEnds[first + passed - 1])
+            previous = previous if previous <= length else Int32(0)
+        if passed < entries:
+            end = Int32(mEnds[first + passed])
+            if entry_rank(end, passed, length, grid_ends) == place:
+                entry = first + passed
+                entry_end = end if end <= length else Int32(0)
+    grid = place - passed
+    grid_end = (grid + 1) * CHUNK
+    grid_end = grid_end if grid_end < length else length
+    grid_end = grid_end if grid < grid_ends else Int32(0)
+    end = entry_end if entry >= 0 else grid_end
+    start = grid * CHUNK
+    start = start if start > previous else previous
+    count = end - start if end > start else Int32(0)
+    return token, start, count, entry

@@ -1,0 +1,465 @@
+"""Second of the two KDA prefill kernels: the recurrence over chunks, from the records that `kernels/kda_records.py` made.
+
+One block per (sequence, value head), or two that share a head's V rows where few sequences leave multiprocessors idle. A
+state warpgroup holds 64 V rows of S^T [128 V x 128 K] in fp32 accumulators; two in one block never meet, so both forms give
+the same bits. Two warps load records and V tiles into rings: what a chunk needs first (KG, V) is freed early and is three
+stages deep, the rest two. Two warps write finished output rows.
+
+    X  = V^T - S KG^T      V' = X T'^T      S <- S e^(G_C) + V' KU      O = S_old QG^T + V' P^T
+
+A slot id outside the pool reads a zero state and stores nothing; in place and copy-on-write are the same code, because a block
+loads its part of the state before it stores it, and nobody else touches that part.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+
+from ..compile.cache import cute_compile
+from ..compile.fake import fake_ids, fake_matrix, fake_pool, fake_rows, fake_stream
+from ..configs.kda_prefill import KdaPrefillKey
+from ..device.kda_layout import (
+    KG_OFFSET,
+    KU_OFFSET,
+    P_OFFSET,
+    QG_OFFSET,
+    RECORD_BYTES,
+    RECORD_COPY_BYTES,
+    T_OFFSET,
+    TAIL_OFFSET,
+    first_slot,
+)
+from ..device.memory import store_vector
+from ..device.prefill_layout import CHUNK, HEAD, OPERAND_BYTES, OUT_PITCH, TILE_BYTES
+from ..device.prefill_state import (
+    as_left_operand,
+    contract,
+    decay_state,
+    load_state,
+    residual,
+    state_mma,
+    store_output,
+    store_state,
+)
+from ..device.prefill_sync import Ring, advance
+from ..device.state_io import row_ptr
+from ..device.warp_ops import fragment_words, load_shared, pack_bf16
+
+EARLY_STAGES = 3
+LATE_STAGES = 2
+LATE_BYTES = RECORD_BYTES - QG_OFFSET
+LATE_COPY_BYTES = RECORD_COPY_BYTES - QG_OFFSET
+STATE_REGISTERS = {1: 248, 2: 224}
+SERVICE_REGISTERS = {1: 56, 2: 40}
+
+
+class KdaPrefill:
+    def __init__(self, key: KdaPrefillKey):
+        self.key = key
+        self.threads = 128 * (key.slabs + 1)
+        self.early_bytes = OPERAND_BYTES + key.slabs * TILE_BYTES
+
+    @cute.jit
+    def __call__(
+        self,
+        mV: cute.Tensor,  # (T, HV * V) bf16
+        mRecords: cute.Tensor,  # (slots * heads, RECORD_BYTES / 4) int32
+        mTable: cute.Tensor,  # (slots, 4) int32: first token, count, start in the row, first entry
+        mState: cute.Tensor,  # (S, HV * V * K)
+        mReadIds: cute.Tensor,  # (N,) int32
+        mWriteIds: cute.Tensor,  # (N,) int32
+        mCu: cute.Tensor,  # (N + 1,) int32
+        mEntryCu: cute.Tensor,  # (N + 1,) int32
+        mEnds: cute.Tensor,  # (M,) int32
+        mSlots: cute.Tensor,  # (M,) int32
+        mOut: cute.Tensor,  # (T, HV * V) bf16
+        has_entries: Int32,  # whether mEntryCu, mEnds and mSlots hold checkpoints
+        min_tokens: Int32,  # rows of fewer tokens are left alone
+        first_head: Int32,
+        heads: Int32,
+        stream,
+    ):
+        slabs = self.key.slabs
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
+        value_layout = cute.tile_to_shape(atom, (CHUNK, 64 * slabs), order=(0, 1))
+        tma_v, gV = cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileG2SOp(), mV, value_layout, (CHUNK, 64 * slabs)
+        )
+
+        @cute.struct
+        class Storage:
+            early: cute.struct.Align[cute.struct.MemRange[Int32, EARLY_STAGES * self.early_bytes // 4], 1024]
+            late: cute.struct.Align[cute.struct.MemRange[Int32, LATE_STAGES * LATE_BYTES // 4], 1024]
+            output: cute.struct.Align[cute.struct.MemRange[Int32, CHUNK * OUT_PITCH // 4], 128]
+            barriers: cute.struct.MemRange[cutlass.Int64, 2 * (EARLY_STAGES + LATE_STAGES + 1)]
+
+        self.storage = Storage
+        state = [
+            state_mma(BFloat16, CHUNK, OperandMajorMode.K, slabs),
+            state_mma(Float16, CHUNK, OperandMajorMode.K, slabs),
+            state_mma(Float16, HEAD, OperandMajorMode.MN, slabs),
+        ]
+        self.kernel.set_name_prefix(self.key.symbol(), remove_cutlass_symbol=True, keep_mangled_name=False)
+        self.kernel(
+            tma_v, gV, mRecords, mTable, mState, mReadIds, mWriteIds, mCu, mEntryCu, mEnds, mSlots, mOut, has_entries, min_tokens,
+            first_head, heads, state[0], state[1], state[2], value_layout,
+        ).launch(
+            grid=[heads * (2 // slabs), cute.size(mReadIds, mode=[0]), 1],
+            block=[self.threads, 1, 1],
+            max_number_threads=[self.threads, 1, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self,
+        tma_v: cute.CopyAtom,
+        gV: cute.Tensor,
+        mRecords: cute.Tensor,
+        mTable: cute.Tensor,
+        mState: cute.Tensor,
+        mReadIds: cute.Tensor,
+        mWriteIds: cute.Tensor,
+        mCu: cute.Tensor,
+        mEntryCu: cute.Tensor,
+        mEnds: cute.Tensor,
+        mSlots: cute.Tensor,
+        mOut: cute.Tensor,
+        has_entries: Int32,
+        min_tokens: Int32,
+        first_head: Int32,
+        heads: Int32,
+        mma_bf16: cute.TiledMma,
+        mma_f16: cute.TiledMma,
+        mma_update: cute.TiledMma,
+        value_layout: cute.ComposedLayout,
+    ):
+        slabs = self.key.slabs
+        tidx, _, _ = cute.arch.thread_idx()
+        part, row, _ = cute.arch.block_idx()
+        local_head, first_slab = (part, Int32(0)) if const_expr(slabs == 2) else (part >> 1, part & 1)
+        storage = cutlass.utils.SmemAllocator().allocate(self.storage)
+        barriers = storage.barriers.data_ptr()
+        early = Ring(barriers, EARLY_STAGES, 1, 4 * slabs)
+        late = Ring(barriers + 2 * EARLY_STAGES, LATE_STAGES, 1, 4 * slabs)
+        outputs = Ring(barriers + 2 * (EARLY_STAGES + LATE_STAGES), 1, 4 * slabs, 2)
+        if tidx == 0:
+            early.initialise()
+            late.initialise()
+            outputs.initialise()
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        warp = cute.arch.make_warp_uniform(tidx // 32)
+        lane = tidx % 32
+        head = first_head + local_head
+        taken = mCu[row + 1] - mCu[row] >= min_tokens
+        read = Int32(mReadIds[row]) if taken else Int32(-1)
+        write = Int32(mWriteIds[row]) if taken else Int32(-1)
+        begin = first_slot(mCu, mEntryCu, row, has_entries)
+        end = first_slot(mCu, mEntryCu, row + 1, has_entries)
+        if warp < 4 * slabs:
+            cute.arch.setmaxregister_increase(STATE_REGISTERS[slabs])
+            self.state_role(
+                storage, early, late, outputs, mTable, mState, read, write, mEntryCu, mEnds, mSlots, mma_bf16, mma_f16,
+                mma_update, begin, end, row, head, first_slab, tidx,
+            )  # fmt: skip
+        else:
+            cute.arch.setmaxregister_decrease(SERVICE_REGISTERS[slabs])
+            records = mRecords.iterator.toint() + Int64(local_head) * RECORD_BYTES
+            pitch = Int64(heads) * RECORD_BYTES
+            column = head * HEAD + first_slab * 64
+            if warp == 4 * slabs:
+                self.load_early(storage, early, tma_v, gV, records, pitch, mTable, value_layout, begin, end, column)
+            if warp == 4 * slabs + 1:
+                self.load_late(storage, late, records, pitch, mTable, begin, end)
+            if warp >= 4 * slabs + 2:
+                half = warp - (4 * slabs + 2)
+                self.output_role(storage, outputs, mTable, mOut, begin, end, column, half, lane)
+
+    @cute.jit
+    def load_early(
+        self,
+        storage,
+        ring,
+        tma_v: cute.CopyAtom,
+        gV: cute.Tensor,
+        records: Int64,
+        pitch: Int64,
+        mTable: cute.Tensor,
+        value_layout: cute.ComposedLayout,
+        begin: Int32,
+        end: Int32,
+        column: Int32,
+    ):
+        """One warp: KG and the V tile of every chunk of the row, what the chain needs first."""
+        base = storage.early.data_ptr()
+        stage, parity = Int32(0), Int32(0)
+        for slot in cutlass.range(begin, end, unroll=1):
+            token, count = Int32(mTable[slot, 0]), Int32(mTable[slot, 1])
+            if count > 0:
+                ring.wait_empty(stage, parity)
+                ring.expect(stage, self.early_bytes)
+                target = base + stage * (self.early_bytes // 4)
+                self.bulk_load(target, records + Int64(slot) * pitch + KG_OFFSET, OPERAND_BYTES, ring.full + stage)
+                value = cute.recast_ptr(target + OPERAND_BYTES // 4, value_layout.inner, BFloat16)
+                sV = cute.make_tensor(value, value_layout.outer)
+                gTile = cute.local_tile(cute.domain_offset((token, column), gV), (CHUNK, 64 * self.key.slabs), (0, 0))
+                tVsV, tVgV = cpasync.tma_partition(
+                    tma_v, 0, cute.make_layout(1), cute.group_modes(sV, 0, 2), cute.group_modes(gTile, 0, 2)
+                )
+                cute.copy(tma_v, tVgV, tVsV, tma_bar_ptr=ring.full + stage)
+                stage, parity = advance(stage, parity, EARLY_STAGES)
+
+    @cute.jit
+    def load_late(self, storage, ring, records: Int64, pitch: Int64, mTable: cute.Tensor, begin: Int32, end: Int32):
+        """One warp: everything else of every record."""
+        base = storage.late.data_ptr()
+        stage, parity = Int32(0), Int32(0)
+        for slot in cutlass.range(begin, end, unroll=1):
+            count = Int32(mTable[slot, 1])
+            if count > 0:
+                ring.wait_empty(stage, parity)
+                ring.expect(stage, LATE_COPY_BYTES)
+                source = records + Int64(slot) * pitch + QG_OFFSET
+                self.bulk_load(base + stage * (LATE_BYTES // 4), source, LATE_COPY_BYTES, ring.full + stage)
+                stage, parity = advance(stage, parity, LATE_STAGES)
+
+    def bulk_load(self, target, source, size, barrier):
+        """Start a bulk copy of `size` bytes from a global address to shared memory; one lane."""
+        with cute.arch.elect_one():
+            cute.arch.inline_ptx(
+                "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+                read_only_args=[target.toint(), source, Int32(size), barrier.toint()],
+            )
+
+    @cute.jit
+    def output_role(
+        self,
+        storage,
+        outputs,
+        mTable: cute.Tensor,
+        mOut: cute.Tensor,
+        begin: Int32,
+        end: Int32,
+        column: Int32,
+        half: Int32,
+        lane: Int32,
+    ):
+        """One of two warps: 32 finished output rows of every chunk to global memory, rows of the sequence alone.
+
+        Ordinary 16-byte accesses: a bulk store a row would go out one lane after the other, which takes longer than a chunk.
+        """
+        pieces = const_expr(8 * self.key.slabs)
+        first = half * 32 + lane // pieces
+        address = storage.output.data_ptr().toint() + first * OUT_PITCH + lane % pieces * 16
+        parity = Int32(0)
+        for slot in cutlass.range(begin, end, unroll=1):
+            token, count = Int32(mTable[slot, 0]), Int32(mTable[slot, 1])
+            if count > 0:
+                outputs.wait_full(0, parity)
+                for group in cutlass.range_constexpr(pieces // 4):
+                    at = [(4 * group + i) * (32 // pieces) for i in range(4)]
+                    words = [load_shared(address + i * OUT_PITCH, 4, Uint32) for i in at]
+                    if const_expr(group == pieces // 4 - 1):
+                        outputs.release(0)
+                    for i in cutlass.range_constexpr(4):
+                        row = first + at[i]
+                        if row < count:
+                            rX = cute.make_rmem_tensor(cute.make_layout(4), Uint32)
+                            for e in cutlass.range_constexpr(4):
+                                rX[e] = words[i][e]
+                            target = row_ptr(mOut, token + row, column + lane % pieces * 8, 16)
+                            store_vector(rX, cute.recast_ptr(target, dtype=Uint32), 4)
+                parity = parity ^ 1
+
+    @cute.jit
+    def state_role(
+        self,
+        storage,
+        early,
+        late,
+        outputs,
+        mTable: cute.Tensor,
+        mState: cute.Tensor,
+        read: Int32,
+        write: Int32,
+        mEntryCu: cute.Tensor,
+        mEnds: cute.Tensor,
+        mSlots: cute.Tensor,
+        mma_bf16: cute.TiledMma,
+        mma_f16: cute.TiledMma,
+        mma_update: cute.TiledMma,
+        begin: Int32,
+        end: Int32,
+        row: Int32,
+        head: Int32,
+        first_slab: Int32,
+        tidx: Int32,
+    ):
+        """One warpgroup: its slab of the state through all chunks of the row.
+
+        At the top of the loop S is decayed for the chunk, A holds S before that decay, Y is S KG^T and the late stage has come.
+        """
+        slabs = self.key.slabs
+        lane = tidx % 32
+        warp = cute.arch.make_warp_uniform(tidx // 32 % 4)
+        slab = cute.arch.make_warp_uniform(tidx // 128)
+        v_row = (first_slab + slab) * 64 + warp * 16 + lane // 4
+        column = (lane & 3) * 2
+        num_slots = cute.size(mState, mode=[0])
+        output = storage.output.data_ptr().toint()
+        early_base, late_base = storage.early.data_ptr(), storage.late.data_ptr()
+        early_address, late_address = early_base.toint() + OPERAND_BYTES + slab * TILE_BYTES, late_base.toint()
+
+        tb, tf, tu = mma_bf16.get_slice(tidx), mma_f16.get_slice(tidx), mma_update.get_slice(tidx)
+        kg = self.operand(early_base, (CHUNK, HEAD), BFloat16, EARLY_STAGES, self.early_bytes)
+        late_operand = [
+            self.operand(late_base + (offset - QG_OFFSET) // 4, shape, dtype, LATE_STAGES, LATE_BYTES)
+            for offset, shape, dtype in (
+                (QG_OFFSET, (CHUNK, HEAD), BFloat16),
+                (KU_OFFSET, (CHUNK, HEAD), Float16),
+                (T_OFFSET, (CHUNK, CHUNK), Float16),
+                (P_OFFSET, (CHUNK, CHUNK), Float16),
+            )
+        ]
+        qg, ku, t, p = late_operand
+        ku_transposed = cute.make_tensor(ku.iterator, cute.select(ku.layout, [1, 0, 2]))
+        bKG, bQG = (tb.make_fragment_B(tb.partition_B(x)) for x in (kg, qg))
+        bT, bP = (tf.make_fragment_B(tf.partition_B(x)) for x in (t, p))
+        bKU = tu.make_fragment_B(tu.partition_B(ku_transposed))
+        left_rows = tf.partition_shape_A((64 * slabs, CHUNK))
+        square = tb.partition_shape_C((64 * slabs, CHUNK))
+
+        S = cute.make_rmem_tensor(tu.partition_shape_C((64 * slabs, HEAD)), Float32)
+        Y = cute.make_rmem_tensor(square, Float32)
+        O = cute.make_rmem_tensor(square, Float32)
+        A = cute.make_rmem_tensor(tb.partition_shape_A((64 * slabs, HEAD)), BFloat16)
+        load_state(S, mState, read, num_slots, head, v_row, column)
+
+        chunks = Int32(0)
+        for start in cutlass.range(begin, end, 32, unroll=1):
+            slot = start + lane
+            inside = slot < end
+            at = slot if inside else begin
+            live = inside & (Int32(mTable[at, 1]) > 0)
+            chunks += cute.arch.popc(cute.arch.vote_ballot_sync(live))
+
+        stage, parity, place, late_parity, out_parity = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
+        tail = late_address + (TAIL_OFFSET - QG_OFFSET)
+        if chunks > 0:
+            early.wait_full(0, parity)
+        self.round_state(S, A)
+        warpgroup.fence()
+        contract(mma_bf16, Y, A, bKG, stage, HEAD // 16, False)
+        warpgroup.commit_group()
+        if chunks > 0:
+            late.wait_full(0, late_parity)
+            decay_state(S, tail, lane, True)
+        warpgroup.wait_group(0)
+        for chunk in cutlass.range(chunks, unroll=1):
+            _, count, _, entry = load_shared(tail + 512, 4, Int32)
+            residual(Y, early_address + stage * self.early_bytes, Int32(0), count, warp, lane, False)
+            early.release(stage)
+            stage, parity = advance(stage, parity, EARLY_STAGES)
+            more = chunk + 1 < chunks
+            # No branch stands between the issue of a product and its wait unless the left operand is used again behind it:
+            # the compiler would give the operand's registers away in the branch while the product still reads them.
+            if more:
+                early.wait_full(stage, parity)
+            outputs.wait_empty(0, out_parity)
+            X = as_left_operand(Y, left_rows, Float16)
+            warpgroup.fence()
+            contract(mma_f16, Y, X, bT, place, CHUNK // 16, False)
+            warpgroup.commit_group()
+            warpgroup.wait_group(0)
+            U = as_left_operand(Y, left_rows, Float16)
+            warpgroup.fence()
+            contract(mma_update, S, U, bKU, place, CHUNK // 16, True)
+            contract(mma_bf16, O, A, bQG, place, HEAD // 16, False)
+            contract(mma_f16, O, U, bP, place, CHUNK // 16, True)
+            warpgroup.commit_group()
+            warpgroup.wait_group(0)
+            late.release(place)
+            store_output(O, output, slab, warp, lane)
+            outputs.publish(0)
+            out_parity = out_parity ^ 1
+            if entry >= 0:
+                self.store_checkpoints(
+                    S, mState, mEnds, mSlots, entry, Int32(mEntryCu[row + 1]), num_slots, head, v_row, column
+                )
+            self.round_state(S, A)
+            warpgroup.fence()
+            contract(mma_bf16, Y, A, bKG, stage, HEAD // 16, False)
+            warpgroup.commit_group()
+            place, late_parity = advance(place, late_parity, LATE_STAGES)
+            tail = late_address + place * LATE_BYTES + (TAIL_OFFSET - QG_OFFSET)
+            if more:
+                late.wait_full(place, late_parity)
+                decay_state(S, tail, lane, True)
+            warpgroup.wait_group(0)
+        store_state(S, mState, write, num_slots, head, v_row, column)
+
+    def round_state(self, S, A):
+        """The state rounded to the left operand A, which lives through the loop."""
+        words = fragment_words(A)
+        for i in range(cute.size(words)):
+            words[i] = pack_bf16(S[2 * i], S[2 * i + 1])
+
+    def operand(self, base, shape, dtype, stages, pitch):
+        """A swizzled operand of a ring's stages as a staged tensor (rows, columns, stage)."""
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
+        tile = cute.tile_to_shape(atom, shape, order=(0, 1))
+        layout = cute.append(tile.outer, cute.make_layout(stages, stride=pitch // 2))
+        return cute.make_tensor(cute.recast_ptr(base, tile.inner, dtype), layout)
+
+    @cute.jit
+    def store_checkpoints(
+        self,
+        S,
+        mState: cute.Tensor,
+        mEnds: cute.Tensor,
+        mSlots: cute.Tensor,
+        entry: Int32,
+        entries_end: Int32,
+        num_slots: Int32,
+        head: Int32,
+        v_row: Int32,
+        column: Int32,
+    ):
+        """The state at the end of this chunk to the slots of all checkpoint entries that end here."""
+        end = Int32(mEnds[entry])
+        here = entry < entries_end
+        while here:
+            store_state(S, mState, Int32(mSlots[entry]), num_slots, head, v_row, column)
+            entry += 1
+            here = entry < entries_end
+            if here:
+                here = Int32(mEnds[entry]) == end
+
+
+def build(key: KdaPrefillKey):
+    """Compile one specialisation for sm_90a from fake tensors."""
+    tokens, rows, bounds = cute.sym_int(), cute.sym_int(), cute.sym_int()
+    entries = cute.sym_int()
+    dtype = {"float32": Float32, "bfloat16": BFloat16}[key.state]
+    return cute_compile(
+        KdaPrefill(key),
+        fake_rows(BFloat16, tokens),
+        fake_matrix(Int32, columns=RECORD_BYTES // 4),
+        fake_matrix(Int32, columns=4),
+        fake_pool(dtype),
+        fake_ids(rows, Int32),
+        fake_ids(rows, Int32),
+        fake_ids(bounds, Int32),
+        fake_ids(bounds, Int32),
+        fake_ids(entries, Int32),
+        fake_ids(entries, Int32),
+        fake_rows(BFloat16, tokens),
+        Int32(0),
+        Int32(0),
+        Int32(0),
+        Int32(1),
+        fake_stream(),
+    )

@@ -1,0 +1,564 @@
+"""First of the two KDA prefill kernels: everything of a chunk that does not depend on the state, for all chunks at once.
+
+One block of 256 threads computes the record (`device/kda_layout.py`) of one chunk of one value head:
+
+1  loads: a thread owns 2 channels of 16 tokens of k, q and the raw gate, straight from global memory to registers;
+2  decay alpha = exp(g); row sums k.k, q.q, q.k by shuffles; one barrier; norms and the diagonal of P; one barrier;
+3  running products of alpha inside the 16 tokens, joined across the four groups by their totals, give KG, QG and KU, which go
+   from registers to the record, and the operands of level 32 and 16; level 8 and below lie inside a thread's tokens;
+4  pair products k_i.k_j and q_i.k_j (j < i) with their decay between: row i and column j meet at the level of the highest bit
+   in which i and j differ, one wgmma [64 x 32 x 128] a level, three levels at a time;
+5  L and P are gathered from the levels; T' = (I + L)^-1 diag(beta); P and T' go to the record.
+
+Every factor is a product of decays, at most 1, of tokens between column and row: right for any gate, causal bit by bit.
+
+Grid (chunk slots, heads). Two blocks an SM: 104 KiB of shared memory and at most 128 registers.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+
+from ..compile.cache import cute_compile
+from ..compile.fake import fake_ids, fake_matrix, fake_rows, fake_stream, fake_vector
+from ..configs.kda_prefill import KdaRecordsKey
+from ..device.arith import sigmoid
+from ..device.kda_gate import decay_bounded, decay_softplus, gate_constants
+from ..device.kda_layout import (
+    INFO_OFFSET,
+    KG_OFFSET,
+    KU_OFFSET,
+    P_OFFSET,
+    QG_OFFSET,
+    RECORD_BYTES,
+    T_OFFSET,
+    TAIL_OFFSET,
+    chunk_of_slot,
+)
+from ..device.kda_rows import (
+    GROUP,
+    LevelTiles,
+    load_words,
+    local_level,
+    mask_words,
+    multiply_f16,
+    pack_scaled,
+    reread,
+    row_products,
+    store_column,
+    store_float,
+    store_global_word,
+    store_row,
+    swizzled,
+    tree_product,
+)
+from ..device.memory import load_vector
+from ..device.prefill_inverse import DIAGONAL_BYTES, merge_blocks, solve_diagonal
+from ..device.prefill_layout import CHUNK, HEAD, LOWER_PITCH, OPERAND_BYTES, TILE_BYTES, tile_address
+from ..device.prefill_rows import owns_norms
+from ..device.state_io import row_ptr
+from ..device.warp_ops import load_shared, pack_bf16, pack_f16, store_shared, store_shared_half, unpack_bf16
+
+THREADS = 256
+LEVELS = ((32, 16, 8), (4, 2, 1))
+NORM_EPS = 1e-6
+MINUS_INFINITY_PAIR = 0xFF80FF80  # bf16 raw gates whose decay is exactly 1
+
+
+class KdaRecords:
+    def __init__(self, key: KdaRecordsKey):
+        self.key = key
+        self.bounded = key.gate == "bounded"
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,  # (T, HK * K) bf16
+        mK: cute.Tensor,  # (T, HK * K) bf16
+        mG: cute.Tensor,  # (T, HV * K) bf16, raw gate
+        mB: cute.Tensor,  # (T, HV) bf16 logits
+        mALog: cute.Tensor,  # (HV,) fp32
+        mBias: cute.Tensor,  # (HV * K,) fp32
+        mCu: cute.Tensor,  # (N + 1,) int32
+        mEntryCu: cute.Tensor,  # (N + 1,) int32, checkpoint entries per row
+        mEnds: cute.Tensor,  # (M,) int32
+        mTable: cute.Tensor,  # (slots, 4) int32: first token, count, start in the row, first entry
+        mRecords: cute.Tensor,  # (slots * heads, RECORD_BYTES / 4) int32
+        scale: Float32,
+        lower_bound: Float32,
+        l2norm: Int32,  # whether q and k arrive un-normalised
+        has_entries: Int32,  # whether mEntryCu and mEnds hold checkpoints
+        min_tokens: Int32,  # rows of fewer tokens are left alone
+        first_head: Int32,
+        heads: Int32,
+        group_size: Int32,  # value heads per key head
+        stream,
+    ):
+        def swizzled(rows):
+            atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Float16)
+            return cute.tile_to_shape(atom, (rows, HEAD, 3), order=(0, 1, 2))
+
+        row_layout, column_layout = swizzled(64), swizzled(32)
+        k_major = OperandMajorMode.K
+        op = warpgroup.MmaF16BF16Op(Float16, Float32, (64, 16, 16), warpgroup.OperandSource.SMEM, k_major, k_major)
+        mma = cute.make_tiled_mma(cute.make_mma_atom(op), cute.make_layout((1, 2, 1)))
+
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
+        input_layout = cute.tile_to_shape(atom, (CHUNK, HEAD), order=(0, 1))
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        inputs = [cpasync.make_tiled_tma_atom(load, mX, input_layout, (CHUNK, HEAD)) for mX in (mK, mQ, mG)]
+
+        @cute.struct
+        class Storage:
+            rows: cute.struct.Align[cute.struct.MemRange[Float16, cute.cosize(row_layout)], 1024]
+            columns: cute.struct.Align[cute.struct.MemRange[Float16, cute.cosize(column_layout)], 1024]
+            products: cute.struct.Align[cute.struct.MemRange[Uint32, TILE_BYTES // 4], 1024]
+            inverse: cute.struct.Align[cute.struct.MemRange[Uint32, TILE_BYTES // 4], 1024]
+            lower: cute.struct.Align[cute.struct.MemRange[Uint32, CHUNK * LOWER_PITCH // 4], 128]
+            diagonal: cute.struct.Align[cute.struct.MemRange[Float32, DIAGONAL_BYTES], 128]
+            totals: cute.struct.Align[cute.struct.MemRange[Float32, 4 * HEAD], 128]
+            sums: cute.struct.Align[cute.struct.MemRange[Float32, 3 * 2 * CHUNK], 128]
+            norms: cute.struct.Align[cute.struct.MemRange[Float32, 2 * CHUNK], 128]
+            beta: cute.struct.Align[cute.struct.MemRange[Float32, CHUNK], 128]
+            loaded: cute.struct.MemRange[cutlass.Int64, 1]
+
+        self.storage = Storage
+        self.kernel.set_name_prefix(self.key.symbol(), remove_cutlass_symbol=True, keep_mangled_name=False)
+        self.kernel(
+            inputs[0][0], inputs[0][1], inputs[1][0], inputs[1][1], inputs[2][0], inputs[2][1], mB, mALog, mBias, mCu, mEntryCu,
+            mEnds, mTable, mRecords, scale, lower_bound, l2norm, has_entries, min_tokens, first_head, heads, group_size, mma,
+            row_layout, column_layout, input_layout,
+        ).launch(
+            grid=[cute.size(mTable, mode=[0]), heads, 1],
+            block=[THREADS, 1, 1],
+            max_number_threads=[2 * THREADS, 1, 1],  # caps registers so that two blocks fit an SM
+            stream=stream,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self,
+        tma_k: cute.CopyAtom,
+        gK: cute.Tensor,
+        tma_q: cute.CopyAtom,
+        gQ: cute.Tensor,
+        tma_g: cute.CopyAtom,
+        gG: cute.Tensor,
+        mB: cute.Tensor,
+        mALog: cute.Tensor,
+        mBias: cute.Tensor,
+        mCu: cute.Tensor,
+        mEntryCu: cute.Tensor,
+        mEnds: cute.Tensor,
+        mTable: cute.Tensor,
+        mRecords: cute.Tensor,
+        scale: Float32,
+        lower_bound: Float32,
+        l2norm: Int32,
+        has_entries: Int32,
+        min_tokens: Int32,
+        first_head: Int32,
+        heads: Int32,
+        group_size: Int32,
+        mma: cute.TiledMma,
+        row_layout: cute.ComposedLayout,
+        column_layout: cute.ComposedLayout,
+        input_layout: cute.ComposedLayout,
+    ):
+        tidx, _, _ = cute.arch.thread_idx()
+        slot, local_head, _ = cute.arch.block_idx()
+        lane = tidx % 32
+        rows = cute.size(mCu, mode=[0]) - 1
+        found = chunk_of_slot(mCu, mEntryCu, mEnds, slot, rows, lane, has_entries, min_tokens)
+        token, start, count, entry = (cute.arch.make_warp_uniform(x) for x in found)
+        if (tidx == 0) & (local_head == 0):
+            mTable[slot, 0] = token + start
+            mTable[slot, 1] = count
+            mTable[slot, 2] = start
+            mTable[slot, 3] = entry
+        if count > 0:
+            storage = cutlass.utils.SmemAllocator().allocate(self.storage)
+            sR = storage.rows.get_tensor(row_layout.outer, swizzle=row_layout.inner)
+            sC = storage.columns.get_tensor(column_layout.outer, swizzle=column_layout.inner)
+            # The three input tiles stand where the row operands of the levels are written later.
+            loaded = storage.loaded.data_ptr()
+            if tidx == 0:
+                cute.arch.mbarrier_init(loaded, 1)
+                cute.arch.mbarrier_init_fence()
+            cute.arch.sync_threads()
+            head = first_head + local_head
+            if tidx < 32:
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(loaded, 3 * OPERAND_BYTES)
+                tile = cute.recast_ptr(storage.rows.data_ptr(), input_layout.inner, BFloat16)
+                key_head = head // group_size
+                self.load_tile(tma_k, gK, tile, input_layout, token + start, key_head, loaded)
+                self.load_tile(tma_q, gQ, tile + OPERAND_BYTES // 2, input_layout, token + start, key_head, loaded)
+                self.load_tile(tma_g, gG, tile + OPERAND_BYTES, input_layout, token + start, head, loaded)
+            record = mRecords.iterator.toint() + (Int64(slot) * Int64(heads) + Int64(local_head)) * RECORD_BYTES
+            if tidx < 4:
+                info = start if tidx == 0 else (count if tidx == 1 else (start + count if tidx == 2 else entry))
+                store_global_word(record + INFO_OFFSET + Int64(tidx * 4), Uint32(info))
+            addresses = [
+                storage.products.data_ptr().toint(),
+                storage.inverse.data_ptr().toint(),
+                storage.lower.data_ptr().toint(),
+                storage.diagonal.data_ptr().toint(),
+                storage.totals.data_ptr().toint(),
+                storage.sums.data_ptr().toint(),
+                storage.norms.data_ptr().toint(),
+                storage.beta.data_ptr().toint(),
+            ]
+            self.chunk(
+                mB, mALog, mBias, sR, sC, mma, addresses, loaded, record, scale, lower_bound, l2norm, token + start, count, head,
+                tidx,
+            )  # fmt: skip
+
+    def load_tile(self, tma, gX, tile, layout, token, head, loaded):
+        """Rows token .. token + 63 of one head by TMA; rows behind the tensor are zeros, rows of a neighbour are masked later."""
+        sX = cute.make_tensor(tile, layout.outer)
+        gTile = cute.local_tile(cute.domain_offset((token, head * HEAD), gX), (CHUNK, HEAD), (0, 0))
+        tXsX, tXgX = cpasync.tma_partition(
+            tma, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(gTile, 0, 2)
+        )
+        cute.copy(tma, tXgX, tXsX, tma_bar_ptr=loaded)
+
+    @cute.jit
+    def chunk(
+        self,
+        mB: cute.Tensor,
+        mALog: cute.Tensor,
+        mBias: cute.Tensor,
+        sR: cute.Tensor,
+        sC: cute.Tensor,
+        mma: cute.TiledMma,
+        addresses,
+        loaded: cute.Pointer,
+        record: Int64,
+        scale: Float32,
+        lower_bound: Float32,
+        l2norm: Int32,
+        token: Int32,
+        count: Int32,
+        head: Int32,
+        tidx: Int32,
+    ):
+        products, inverse, lower, diagonal, totals, sums, norms, beta = addresses
+        lane = tidx % 32
+        warp = cute.arch.make_warp_uniform(tidx // 32)
+        half, group = warp & 1, warp >> 1
+        channel = half * 64 + lane * 2
+        last = count - 1
+
+        # 1  loads
+        bias = load_vector(mBias.iterator + (head * HEAD + channel), 2)
+        slope, rate = gate_constants(mALog[head], lower_bound, self.bounded)
+        offset = [slope * bias[0], slope * bias[1]]
+        if tidx < CHUNK:
+            at = tidx if tidx < count else last
+            logit = Float32(load_vector(row_ptr(mB, token + at, head, 2), 1)[0])
+            store_shared(beta + tidx * 4, sigmoid(logit) if tidx < count else Float32(0.0))
+        for i in cutlass.range_constexpr(2):
+            zero = Uint32(0)
+            store_shared(products + (i * THREADS + tidx) * 16, zero, zero, zero, zero)
+            store_shared(inverse + (i * THREADS + tidx) * 16, zero, zero, zero, zero)
+
+        # 2  row sums and decays
+        word = lane * 4  # of a tile's row of 64 channels
+        tiles = LevelTiles(sR.iterator.toint(), sC.iterator.toint(), half, word)
+        inputs = sR.iterator.toint() + half * TILE_BYTES
+        source = inputs + group * (GROUP * 128) + word
+        cute.arch.mbarrier_wait(loaded, 0)
+        for index, pair in enumerate(row_products(inputs, inputs + OPERAND_BYTES, group * GROUP, lane)):
+            at = sums + index * 512 + half * 256 + (group * GROUP + (lane >> 2)) * 4
+            store_float(at, pair[0], owns_norms(lane))
+            store_float(at + 32, pair[1], owns_norms(lane))
+        raw = load_words(source + 2 * OPERAND_BYTES)
+        if count < CHUNK:
+            mask_words(raw, count - group * GROUP, Uint32(MINUS_INFINITY_PAIR))
+        alpha = []
+        for i in cutlass.range_constexpr(GROUP):
+            pair = []
+            gate = unpack_bf16(raw[i])
+            for c in cutlass.range_constexpr(2):
+                if const_expr(self.bounded):
+                    value = decay_bounded(gate[c], slope, offset[c], rate)
+                else:
+                    value = decay_softplus(gate[c], slope, offset[c], rate)
+                pair.append(value)
+            alpha.append(pair)
+        store_shared(totals + group * 512 + channel * 4, *(tree_product([pair[c] for pair in alpha]) for c in range(2)))
+        cute.arch.sync_threads()
+        k_words = load_words(source)
+        q_words = load_words(source + OPERAND_BYTES)
+        if count < CHUNK:
+            mask_words(k_words, count - group * GROUP, Uint32(0))
+            mask_words(q_words, count - group * GROUP, Uint32(0))
+        if tidx < CHUNK:
+            at = sums + tidx * 4
+            rk = cute.math.rsqrt(load_shared(at, 1) + load_shared(at + 256, 1) + NORM_EPS, fastmath=True)
+            rq = cute.math.rsqrt(load_shared(at + 512, 1) + load_shared(at + 768, 1) + NORM_EPS, fastmath=True)
+            rk = rk if l2norm != 0 else Float32(1.0)
+            rq = rq if l2norm != 0 else Float32(1.0)
+            own = (load_shared(at + 1024, 1) + load_shared(at + 1280, 1)) * rk * rq * scale
+            store_shared(norms + tidx * 4, rk if tidx < count else Float32(0.0))
+            store_shared(norms + 256 + tidx * 4, rq if tidx < count else Float32(0.0))
+            own = own if tidx < count else Float32(0.0)
+            store_shared_half(tile_address(products, tidx, tidx >> 3) + (tidx & 7) * 2, pack_f16(own, own))
+        cute.arch.sync_threads()
+
+        # 3  running products
+        norms += group * (GROUP * 4)
+        k16, q16, decay16 = self.running_products(
+            tiles, alpha, k_words, q_words, norms, totals, record, scale, half, group, channel, word
+        )
+        local_level(tiles, 2, 8, group, k16, q16, decay16)
+
+        # 4  pair products, three levels at a time
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_threads()
+        self.level_products(sR, sC, mma, LEVELS[0], products, lower, diagonal, beta, scale, tidx)
+        cute.arch.sync_threads()
+        k16, q16, decay16 = ([reread(words[i]) for i in range(GROUP)] for words in (k16, q16, decay16))
+        for slot in cutlass.range_constexpr(3):
+            local_level(tiles, slot, LEVELS[1][slot], group, k16, q16, decay16)
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_threads()
+        self.level_products(sR, sC, mma, LEVELS[1], products, lower, diagonal, beta, scale, tidx)
+        cute.arch.sync_threads()
+
+        # 5  inverse by one warpgroup, P to the record by the other
+        if warp < 4:
+            first = solve_diagonal(diagonal + warp * DIAGONAL_BYTES, lower, inverse, beta, warp, lane)
+            cute.arch.barrier(barrier_id=1, number_of_threads=128)
+            merge_blocks(first, lower, inverse, beta, warp, lane)
+            cute.arch.barrier(barrier_id=1, number_of_threads=128)
+            self.copy_tile(inverse, record + T_OFFSET, tidx)
+        else:
+            self.copy_tile(products, record + P_OFFSET, tidx - 128)
+
+    @cute.jit
+    def running_products(
+        self,
+        tiles,
+        alpha,
+        k_words,
+        q_words,
+        norms: Int32,
+        totals: Int32,
+        record: Int64,
+        scale: Float32,
+        half: Int32,
+        group: Int32,
+        channel: Int32,
+        word: Int32,
+    ):
+        """KG, QG, KU and e^(G_C) to the record, the operands of levels 32 and 16 to their tiles.
+
+        Returns the normalised k and q and the decays of the thread's rows as fp16 pairs, for the lower levels.
+        """
+        one = Float32(1.0)
+        each = [load_shared(totals + g * 512 + channel * 4, 2) for g in range(4)]
+        before = []
+        for c in cutlass.range_constexpr(2):
+            t0, t1, t2, _ = (each[g][c] for g in range(4))
+            before.append(one if group == 0 else (t0 if group == 1 else (t0 * t1 if group == 2 else t0 * t1 * t2)))
+        before_q = [x * scale for x in before]
+        place = record + Int64(half * TILE_BYTES + group * (GROUP * 128) + word)
+        k16, q16, to_row = [], [], []
+        factor = [one, one]
+        for i in cutlass.range_constexpr(GROUP):
+            if const_expr(i % 2 == 0):
+                rk = load_shared(norms + i * 4, 2)
+                rq = load_shared(norms + 256 + i * 4, 2)
+            if const_expr(i % 8 == 0):
+                place = reread(place)
+            k = [x * rk[i % 2] for x in unpack_bf16(reread(k_words[i]))]
+            q = [x * rq[i % 2] for x in unpack_bf16(reread(q_words[i]))]
+            k16.append(pack_f16(k[0], k[1]))
+            q16.append(pack_f16(q[0], q[1]))
+            factor = [factor[c] * alpha[i][c] for c in range(2)]
+            target = swizzled(place, i)
+            store_global_word(target + KG_OFFSET, pack_scaled(k, [factor[c] * before[c] for c in range(2)], pack_bf16))
+            store_global_word(
+                target + QG_OFFSET, pack_scaled(q, [factor[c] * before_q[c] for c in range(2)], pack_bf16)
+            )
+            to_row.append(pack_f16(factor[0], factor[1]))
+        each = [load_shared(totals + g * 512 + channel * 4, 2) for g in range(4)]
+        after, whole, across = [], [], []
+        for c in cutlass.range_constexpr(2):
+            t0, t1, t2, t3 = (each[g][c] for g in range(4))
+            t23 = t2 * t3
+            after.append(one if group == 3 else (t3 if group == 2 else (t23 if group == 1 else t1 * t23)))
+            whole.append(t0 * t1 * t23)
+            # Level 32 joins two groups of its half: the outer one decays through all of the inner one.
+            across.append(t1 if group == 0 else (t2 if group == 3 else one))
+        across, after = pack_f16(across[0], across[1]), pack_f16(after[0], after[1])
+        if group == 0:
+            pointer = cute.make_ptr(
+                Float32, record + TAIL_OFFSET + Int64(channel * 4), cute.AddressSpace.gmem, assumed_align=8
+            )
+            gTail = cute.make_tensor(pointer, cute.make_layout(2))
+            gTail[0] = whole[0]
+            gTail[1] = whole[1]
+        to_last, decay16 = (cute.make_rmem_tensor(cute.make_layout(GROUP), Uint32) for _ in range(2))
+        # Always true, which the compiler cannot know: it would start the products from the end beside those from the start,
+        # for which there are no registers.
+        if record != 0:
+            factor = [one, one]
+            for step in cutlass.range_constexpr(GROUP):
+                i = GROUP - 1 - step
+                if const_expr(i % 8 == 7):
+                    place = reread(place)
+                to_last[i] = pack_f16(factor[0], factor[1])
+                to_end = multiply_f16(to_last[i], after)
+                store_global_word(swizzled(place, i) + KU_OFFSET, multiply_f16(k16[i], to_end))
+                factor = [factor[c] * alpha[i][c] for c in range(2)]
+                decay16[i] = pack_f16(alpha[i][0], alpha[i][1])
+        at16, at32 = (group >> 1) * 2048, (group & 1) * 2048
+        rows16, columns16 = tiles.row_base(1, at16), tiles.column_base(1, at16)
+        rows32, columns32 = tiles.row_base(0, at32), tiles.column_base(0, at32)
+        if group & 1 == 1:
+            for i in cutlass.range_constexpr(GROUP):
+                store_row(rows16, i, multiply_f16(k16[i], to_row[i]), multiply_f16(q16[i], to_row[i]))
+        else:
+            for i in cutlass.range_constexpr(GROUP):
+                store_column(columns16, i, multiply_f16(k16[i], to_last[i]))
+        if group >= 2:
+            for i in cutlass.range_constexpr(GROUP):
+                far = multiply_f16(to_row[i], across)
+                store_row(rows32, i, multiply_f16(k16[i], far), multiply_f16(q16[i], far))
+        else:
+            for i in cutlass.range_constexpr(GROUP):
+                store_column(columns32, i, multiply_f16(k16[i], multiply_f16(to_last[i], across)))
+        return k16, q16, decay16
+
+    @cute.jit
+    def level_products(
+        self,
+        sR: cute.Tensor,
+        sC: cute.Tensor,
+        mma: cute.TiledMma,
+        levels: cutlass.Constexpr,
+        products: Int32,
+        lower: Int32,
+        diagonal: Int32,
+        beta: Int32,
+        scale: Float32,
+        tidx: Int32,
+    ):
+        """One wgmma [64 x 32 x 128] a level; entries of one block go to L (rows of k) or P (rows of q), others are dropped.
+
+        Warpgroup g has columns 16 g .. 16 g + 15; warps 0, 1 have the rows of k, warps 2, 3 those of q.
+        """
+        thread = mma.get_slice(cute.arch.make_warp_uniform(tidx // 128) * 128)  # uniform: descriptors need no registers
+        tR = mma.make_fragment_A(thread.partition_A(sR))
+        tC = mma.make_fragment_B(thread.partition_B(sC))
+        shape = mma.partition_shape_C((64, 32))
+        lane = tidx % 32
+        warp = cute.arch.make_warp_uniform(tidx // 32)
+        column = (warp >> 2) * 16 + (lane & 3) * 2
+        row = (warp & 1) * 16 + lane // 4
+        sums = [cute.make_rmem_tensor(shape, Float32) for _ in levels]
+        warpgroup.fence()
+        for slot in cutlass.range_constexpr(3):
+            for block in cutlass.range_constexpr(HEAD // 16):
+                mma.set(warpgroup.Field.ACCUMULATE, block != 0)
+                cute.gemm(mma, sums[slot], tR[None, None, block, slot], tC[None, None, block, slot], sums[slot])
+            warpgroup.commit_group()
+        for slot in cutlass.range_constexpr(3):
+            warpgroup.wait_group(2 - slot)
+            h, acc = levels[slot], sums[slot]
+            # Below 16 tokens only 16 x 16 blocks on the diagonal hold pairs of one block, below 8 only their diagonal quarters.
+            if const_expr(h == 32) or (warp & 1) == (warp >> 2):
+                for n in cutlass.range_constexpr(2):
+                    for r in cutlass.range_constexpr(2):
+                        if const_expr(h > 8 or n == r):
+                            low, high = acc[4 * n + 2 * r], acc[4 * n + 2 * r + 1]
+                            if warp & 2 == 0:
+                                self.place_lower(h, row + 8 * r, column + 8 * n, low, high, lower, diagonal, beta)
+                            else:
+                                self.place_product(h, row + 8 * r, column + 8 * n, low * scale, high * scale, products)
+
+    @cute.jit
+    def place_lower(
+        self,
+        h: cutlass.Constexpr,
+        m: Int32,
+        n: Int32,
+        low: Float32,
+        high: Float32,
+        lower: Int32,
+        diagonal: Int32,
+        beta: Int32,
+    ):
+        """L_ij = beta_i k_i.k_j of compressed row m, columns n and n + 1: fp16 below the 16 x 16 diagonals, fp32 in them."""
+        i = m // h * (2 * h) + h + m % h
+        b = load_shared(beta + i * 4, 1)
+        if const_expr(h >= 16):
+            if m // h == n // h:
+                j = n // h * (2 * h) + n % h
+                store_shared(lower + i * LOWER_PITCH + j * 2, pack_f16(low * b, high * b))
+        elif const_expr(h > 1):
+            if m // h == n // h:
+                j = n // h * (2 * h) + n % h
+                store_shared(diagonal + (i >> 4) * DIAGONAL_BYTES + (i & 15) * 64 + (j & 15) * 4, low * b, high * b)
+        else:
+            if m >> 1 == n >> 1:
+                value = low if m == n else high
+                store_shared(diagonal + (i >> 4) * DIAGONAL_BYTES + (i & 15) * 64 + ((i - 1) & 15) * 4, value * b)
+
+    @cute.jit
+    def place_product(self, h: cutlass.Constexpr, m: Int32, n: Int32, low: Float32, high: Float32, products: Int32):
+        """P_ij of compressed row m, columns n and n + 1, fp16."""
+        i = m // h * (2 * h) + h + m % h
+        if const_expr(h > 1):
+            if m // h == n // h:
+                j = n // h * (2 * h) + n % h
+                store_shared(tile_address(products, i, j >> 3) + (j & 7) * 2, pack_f16(low, high))
+        else:
+            if m >> 1 == n >> 1:
+                value = low if m == n else high
+                j = i - 1
+                store_shared_half(tile_address(products, i, j >> 3) + (j & 7) * 2, pack_f16(value, value))
+
+    @cute.jit
+    def copy_tile(self, tile: Int32, target: Int64, thread: Int32):
+        """8 KiB from shared to global memory by 128 threads, 16 bytes at a time."""
+        for i in cutlass.range_constexpr(4):
+            offset = (i * 128 + thread) * 16
+            words = load_shared(tile + offset, 4, Uint32)
+            rX = cute.make_rmem_tensor(cute.make_layout(4), Uint32)
+            for e in cutlass.range_constexpr(4):
+                rX[e] = words[e]
+            pointer = cute.make_ptr(Uint32, target + Int64(offset), cute.AddressSpace.gmem, assumed_align=16)
+            cute.autovec_copy(rX, cute.make_tensor(pointer, cute.make_layout(4)))
+
+
+def build(key: KdaRecordsKey):
+    """Compile one specialisation for sm_90a from fake tensors."""
+    tokens, rows = cute.sym_int(), cute.sym_int()
+    return cute_compile(
+        KdaRecords(key),
+        fake_rows(BFloat16, tokens),
+        fake_rows(BFloat16, tokens),
+        fake_rows(BFloat16, tokens),
+        fake_rows(BFloat16, tokens, divisibility=1, align=2),
+        fake_vector(Float32),
+        fake_vector(Float32, align=8),
+        fake_ids(rows, Int32),
+        fake_ids(rows, Int32),
+        fake_ids(cute.sym_int(), Int32),
+        fake_matrix(Int32, columns=4),
+        fake_matrix(Int32, columns=RECORD_BYTES // 4),
+        Float32(1.0),
+        Float32(-1.0),
+        Int32(1),
+        Int32(0),
+        Int32(0),
+        Int32(0),
+        Int32(1),
+        Int32(1),
+        fake_stream(),
+    )

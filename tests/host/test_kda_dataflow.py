@@ -1,0 +1,134 @@
+"""The prefill kernel's dataflow against the float64 token recurrence: every gate, correlated keys, ragged lengths."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from compact_state.cute_kernels.configs import kda_prefill as config
+from compact_state.cute_kernels.reference import kda_dataflow
+
+D = 128
+
+
+def unit(x: torch.Tensor) -> torch.Tensor:
+    return x / x.norm(dim=-1, keepdim=True)
+
+
+def inputs(kind: str, H: int, T: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    """bf16 q, k, v [H, T, D], beta [H, T] fp32, S [H, D, D] fp32."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    if kind == "independent":
+        q, k, v, logit, spread = randn(H, T, D), randn(H, T, D), randn(H, T, D), randn(H, T), 0.3
+    else:  # keys of a trained layer: nearly parallel, beta near one
+        mean_k, mean_v = unit(randn(H, 1, D)), unit(randn(H, 1, D))
+        mean_q = unit(0.7 * mean_k + 0.7 * unit(randn(H, 1, D)))
+        k = math.sqrt(0.93) * mean_k + math.sqrt(0.07) * unit(randn(H, T, D))
+        q = math.sqrt(0.90) * mean_q + math.sqrt(0.10) * unit(randn(H, T, D))
+        v = math.sqrt(0.80) * mean_v + math.sqrt(0.20) * unit(randn(H, T, D))
+        k, q, v = k * 2.5, q * 1.0, v * 0.7
+        logit, spread = 3.65 + 1.5 * randn(H, T), 0.014
+    return q.bfloat16(), k.bfloat16(), v.bfloat16(), logit.sigmoid(), spread * randn(H, D, D)
+
+
+def log_decay(kind: str | float, H: int, T: int, seed: int = 1) -> torch.Tensor:
+    """fp32 log decay [H, T, D]."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    if kind == "trained":
+        return -5 * torch.sigmoid(randn(H, T, D) * 0.88 - 0.62 - 1.3 - 6.9 * torch.rand(H, 1, D, generator=generator))
+    if kind == "unbounded":
+        return -torch.nn.functional.softplus(3 * randn(H, T, D)) * torch.exp(2 * randn(H, 1, D))
+    if kind == "wild":  # down to -320 a token, next to channels that never decay
+        g = -320.0 * torch.rand(H, T, D, generator=generator) ** 8
+        g[:, :, ::2] = 0.0
+        return g
+    if kind == "one spike":
+        g = torch.full((H, T, D), -0.01)
+        g[:, min(10, T - 1), 3] = -2661.0
+        return g
+    if kind == "random bounded":
+        return -5 * torch.sigmoid(randn(H, T, D))
+    return torch.full((H, T, D), float(kind))
+
+
+def recurrence(q, k, v, g, beta, S, scale):
+    """float64 token recurrence, value-first state."""
+    q, k, v, g, beta, S = (x.double() for x in (q, k, v, g, beta, S))
+    q = q / torch.sqrt((q * q).sum(-1, keepdim=True) + 1e-6) * scale
+    k = k / torch.sqrt((k * k).sum(-1, keepdim=True) + 1e-6)
+    o = torch.empty_like(v)
+    for t in range(q.shape[1]):
+        S = S * g[:, t].exp()[:, None, :]
+        u = beta[:, t, None] * (v[:, t] - (S * k[:, t, None, :]).sum(-1))
+        S = S + u[:, :, None] * k[:, t, None, :]
+        o[:, t] = (S * q[:, t, None, :]).sum(-1)
+    return o, S
+
+
+def ratio(given: torch.Tensor, want: torch.Tensor) -> float:
+    """RMS error over RMS value, worst head."""
+    error = (given.double() - want).pow(2).mean((-1, -2)).sqrt()
+    return (error / want.pow(2).mean((-1, -2)).sqrt().clamp_min(1e-30)).max().item()
+
+
+GATES = ["trained", "random bounded", "unbounded", "wild", "one spike", 0.0, -0.1, -2.0, -3.0, -5.0, -5.9, -8.0]
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("kind", ["independent", "correlated"])
+def test_dataflow_equals_recurrence(kind: str, gate: str | float) -> None:
+    q, k, v, beta, S = inputs(kind, 1, 192)
+    g = log_decay(gate, 1, 192)
+    want_o, want_S = recurrence(q, k, v, g, beta, S, D**-0.5)
+    o, S_end = kda_dataflow.prefill(q, k, v, g, beta, S, D**-0.5)
+    assert torch.isfinite(o).all()
+    assert torch.isfinite(S_end).all()
+    assert ratio(o, want_o) <= (0.004 if kind == "independent" else 0.006)
+    assert ratio(S_end, want_S) <= (0.004 if kind == "independent" else 0.01)
+
+
+@pytest.mark.parametrize("T", [1, 2, 15, 16, 17, 31, 63, 64, 65, 127])
+def test_short_lengths(T: int) -> None:
+    q, k, v, beta, S = inputs("correlated", 1, T, seed=T)
+    g = log_decay("unbounded", 1, T)
+    want_o, want_S = recurrence(q, k, v, g, beta, S, D**-0.5)
+    o, S_end = kda_dataflow.prefill(q, k, v, g, beta, S, D**-0.5)
+    assert ratio(o, want_o) <= 0.006
+    assert ratio(S_end, want_S) <= 0.01
+
+
+def test_prefix_does_not_depend_on_later_tokens() -> None:
+    q, k, v, beta, S = inputs("correlated", 1, 128)
+    g = log_decay("random bounded", 1, 128)
+    whole, _ = kda_dataflow.prefill(q, k, v, g, beta, S, D**-0.5)
+    for T in (1, 17, 40, 64, 100):
+        part, _ = kda_dataflow.prefill(q[:, :T], k[:, :T], v[:, :T], g[:, :T], beta[:, :T], S, D**-0.5)
+        assert torch.equal(part, whole[:, :T])
+
+
+@pytest.mark.parametrize(("slots", "heads"), [(1, 1), (128, 16), (512, 64), (4096, 64), (100_000, 96)])
+def test_records_of_a_launch_fit_the_workspace(slots: int, heads: int) -> None:
+    group = config.heads_per_launch(slots, heads)
+    assert 1 <= group <= heads
+    assert group == 1 or group * slots * config.RECORD_BYTES <= config.WORKSPACE_BYTES
+
+
+def test_half_a_head_a_block_only_where_every_half_has_a_multiprocessor() -> None:
+    assert config.slabs_per_block(1, 66) == 1
+    assert config.slabs_per_block(1, 67) == 2
+    assert config.slabs_per_block(2050, 1) == 2
+
+
+def test_few_specialisations_ship_and_their_names_differ() -> None:
+    symbols = [entry.key.symbol() for entry in config.shipped()]
+    assert len(set(symbols)) == len(symbols) == 6

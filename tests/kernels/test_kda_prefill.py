@@ -1,0 +1,415 @@
+"""KDA prefill on the GPU against the float64 recurrence, through the public operator and through its chunked kernels alone."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from compact_state.cute_kernels import Checkpoints, kda_launch, kda_prefill, reference
+from compact_state.cute_kernels.reference.datasets import (
+    DATASETS,
+    RAGGED_LENGTHS,
+    cu_seqlens,
+    delta_inputs,
+    ids,
+    initial_states,
+    make_pool,
+)
+from compact_state.cute_kernels.reference.metrics import assert_close, tolerance
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = (0, 1, 2, 3, 15, 16, 17, 31, 63, 64, 65, 127, 130, 1000)
+DTYPES = (torch.float32, torch.bfloat16)
+BOUNDS = (None, -2.0, -3.0, -5.0, -5.9)
+PATHS = ("public", "chunked")
+
+
+def public(*arguments, out=None, **options):
+    return kda_prefill(*arguments, out=out, backend="kernels", **options)
+
+
+def chunked(q, k, v, *arguments, out=None, checkpoints=None, scale=None, qk_l2norm=True, lower_bound=None):
+    """The chunked kernels whatever the lengths are."""
+    out = torch.empty_like(v, memory_format=torch.contiguous_format) if out is None else out
+    kda_launch.launch_chunked(
+        q, k, v, *arguments, out, checkpoints=checkpoints, scale=scale, qk_l2norm=qk_l2norm, lower_bound=lower_bound
+    )
+    return out
+
+
+RUN = {"public": public, "chunked": chunked}
+
+
+def bits(tensor):
+    return tensor.contiguous().view(torch.uint8)
+
+
+def filled_pool(slots, hv, dtype, dataset, used):
+    """A NaN-filled pool on the GPU whose `used` slots hold states."""
+    pool = make_pool(slots, (hv, 128, 128), dtype, device="cuda")
+    for slot, state in zip(used, initial_states(len(used), hv, dataset=dataset).to("cuda", dtype)):
+        pool[slot] = state
+    return pool
+
+
+def oracle(inputs, pool, read, write, cu, **options):
+    """Outputs of the float64 recurrence; `pool` (float64) is advanced."""
+    out = torch.empty(*inputs.v.shape, dtype=torch.float64, device="cuda")
+    reference.kda_prefill(
+        *inputs.tensors, pool, read, write, cu, out=out, compute_dtype=torch.float64, **inputs.gate_options, **options
+    )
+    return out
+
+
+def check_inputs(
+    inputs, lengths, dataset, dtype=torch.float32, path="chunked", kept=None, read=None, write=None, **options
+):
+    """Run, compare outputs, written slots and checkpoints, and that every other slot keeps its bits.
+
+    `kept` is one list of token counts a sequence; each gets a slot of its own.
+    """
+    n, total, hv = len(lengths), sum(lengths), inputs.v.shape[1]
+    entries = sum(len(ends) for ends in kept) if kept else 0
+    slots = 2 * n + entries + 1
+    order = torch.randperm(slots, generator=torch.Generator().manual_seed(total)).tolist()
+    read = ids(*order[:n], device="cuda") if read is None else read
+    write = ids(*order[n : 2 * n], device="cuda") if write is None else write
+    pool = filled_pool(slots, hv, dtype, dataset, sorted({i for i in read.tolist() if 0 <= i < slots}))
+    plan, targets = None, []
+    if kept:
+        free = iter(order[2 * n :])
+        pairs = [[(end, next(free)) for end in ends] for ends in kept]
+        targets = [slot for row in pairs for _, slot in row]
+        plan = Checkpoints.from_lists(pairs, device="cuda")
+    expected_pool, before = pool.double(), pool.clone()
+    out = torch.full((total, hv, 128), math.nan, dtype=torch.bfloat16, device="cuda")
+    cu = cu_seqlens(list(lengths), device="cuda")
+    RUN[path](*inputs.tensors, pool, read, write, cu, out=out, checkpoints=plan, **inputs.gate_options, **options)
+    expected = oracle(inputs, expected_pool, read, write, cu, checkpoints=plan, **options)
+    assert_close(out, expected, tolerance("prefill", dataset, "output", dtype), "out")
+    written = sorted({i for i in write.tolist() if 0 <= i < slots} | set(targets))
+    for slot in written:
+        assert_close(pool[slot], expected_pool[slot], tolerance("prefill", dataset, "state", dtype), f"slot {slot}")
+    others = [slot for slot in range(slots) if slot not in written]
+    assert torch.equal(bits(pool[others]), bits(before[others]))
+
+
+def check(lengths, hk=2, hv=4, dataset="randn", lower_bound=None, **options):
+    total = sum(lengths)
+    inputs = delta_inputs("kda", dataset, total, hk, hv, lower_bound=lower_bound, device="cuda", seed=total + hv)
+    check_inputs(inputs, lengths, dataset, **options)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_lengths(length, dtype, path):
+    check([length], dtype=dtype, path=path)
+
+
+@pytest.mark.parametrize("lower_bound", BOUNDS)
+@pytest.mark.parametrize("dataset", DATASETS)
+def test_E10_datasets_and_bounds(dataset, lower_bound):
+    check([500, 200], dataset=dataset, lower_bound=lower_bound)
+
+
+@pytest.mark.parametrize("dataset", DATASETS)
+def test_datasets_in_a_bf16_pool(dataset):
+    check([500, 200], dataset=dataset, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("decay", [-8.0, -5.0, -4.0, -2.0, -1.0, -0.1, 0.0])
+@pytest.mark.parametrize("dataset", ["randn", "trained"])
+def test_E10_constant_decay(decay, dataset):
+    """Every channel of every token decays by exp(`decay`), correlated keys included."""
+    inputs = delta_inputs("kda", dataset, 400, 2, 4, device="cuda", packed=False)
+    inputs.A_log.zero_()
+    inputs.dt_bias.zero_()
+    inputs.gate.fill_(math.log(math.expm1(-decay)) if decay else -1000.0)
+    check_inputs(inputs, [400], dataset)
+
+
+@pytest.mark.parametrize("tokens", [64, 300])
+def test_E1_spikes_and_steep_gates_without_a_bound(tokens):
+    """One channel drops by e^-2661 at token 10, all channels by e^-6 a token, or half by nothing and half by e^-50."""
+    inputs = delta_inputs("kda", "zero", tokens, 2, 4, device="cuda", packed=False)
+    quiet = math.log(math.expm1(0.01))
+    for raw in (quiet, 6.0, -1000.0):
+        inputs.gate.fill_(raw)
+        if raw == quiet:
+            inputs.gate[10, :, 3] = 2661.0
+        if raw == -1000.0:
+            inputs.gate[..., ::2] = 50.0
+        check_inputs(inputs, [tokens], "zero")
+
+
+def test_E3_the_same_first_tokens_through_every_form():
+    """64 tokens alone (half a head a block) and at the head of 4,096 tokens with 32 heads: the same bits."""
+    long = delta_inputs("kda", "trained", 4096, 32, 32, device="cuda", packed=False)
+    none = ids(-1, device="cuda")
+    pool = make_pool(1, (32, 128, 128), device="cuda")
+    whole = chunked(*long.tensors, pool, none, none, cu_seqlens([4096], device="cuda"))
+    part = long.rows(slice(0, 64))
+    for head in (0, 31):
+        one = [x[:, head : head + 1] for x in part.tensors[:5]]
+        bias = long.dt_bias.view(32, 128)[head : head + 1].contiguous()
+        alone = chunked(
+            *one, long.A_log[head : head + 1], bias, pool[:, :1], none, none, cu_seqlens([64], device="cuda")
+        )
+        assert torch.equal(bits(alone[:, 0]), bits(whole[:64, head]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("slabs", [1, 2])
+def test_both_block_forms(slabs, dtype, monkeypatch):
+    monkeypatch.setattr(kda_launch, "slabs_per_block", lambda rows, heads: slabs)
+    check(RAGGED_LENGTHS, dtype=dtype, dataset="trained")
+    check([300, 128, 40], dtype=dtype, kept=[[1, 50, 64, 300], [128], []])
+
+
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+@pytest.mark.parametrize(("hk", "hv"), [(1, 1), (1, 6), (3, 3), (2, 8), (16, 16), (32, 32), (64, 64)])
+def test_C4_head_geometries(hk, hv, lower_bound):
+    check([130, 70, 1], hk=hk, hv=hv, lower_bound=lower_bound)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_ragged_lengths(dtype, path):
+    check(RAGGED_LENGTHS, dtype=dtype, path=path)
+
+
+def test_B6_thousands_of_short_sequences():
+    """2,050 sequences of one chunk in one call, and as two halves: the same bits."""
+    lengths, hv = [1 + i % 5 for i in range(2050)], 4
+    inputs = delta_inputs("kda", "randn", sum(lengths), hv, hv, device="cuda")
+    none = torch.full((2050,), -1, dtype=torch.int32, device="cuda")
+    pool = make_pool(1, (hv, 128, 128), device="cuda")
+    whole = chunked(*inputs.tensors, pool, none, none, cu_seqlens(lengths, device="cuda"))
+    middle, parts = sum(lengths[:1025]), []
+    for rows, tokens in ((slice(0, 1025), slice(0, middle)), (slice(1025, 2050), slice(middle, None))):
+        cu = cu_seqlens(lengths[rows], device="cuda")
+        parts.append(chunked(*inputs.rows(tokens).tensors, pool, none[:1025], none[:1025], cu))
+    assert torch.isfinite(whole).all()
+    assert torch.equal(bits(torch.cat(parts)), bits(whole))
+
+
+def test_heads_in_several_launches(monkeypatch):
+    """A workspace too small for all heads: they go in groups and give the same bits."""
+    inputs = delta_inputs("kda", "trained", 300, 6, 6, device="cuda")
+    read, write, cu = ids(0, device="cuda"), ids(1, device="cuda"), cu_seqlens([300], device="cuda")
+    pool = filled_pool(2, 6, torch.float32, "trained", (0,))
+    out = chunked(*inputs.tensors, pool, read, write, cu)
+    expected = pool.clone()
+    monkeypatch.setattr(kda_launch, "heads_per_launch", lambda slots, heads: 4)
+    grouped = chunked(*inputs.tensors, pool, read, write, cu)
+    assert torch.equal(bits(grouped), bits(out))
+    assert torch.equal(bits(pool[1]), bits(expected[1]))
+
+
+def test_8192_tokens():
+    check([8192], hk=2, hv=2, dataset="trained")
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_checkpoints_on_and_off_the_grid(dtype, path):
+    kept = [[1, 50, 64, 190, 192, 300], [64, 100, 128], [], [5]]
+    check([300, 128, 40, 5], dtype=dtype, dataset="trained", kept=kept, path=path)
+
+
+def test_a_checkpoint_equals_the_end_state_of_a_call_of_its_length():
+    inputs = delta_inputs("kda", "trained", 300, 2, 4, device="cuda")
+    pool = filled_pool(4, 4, torch.float32, "trained", (0,))
+    read = ids(0, device="cuda")
+    plan = Checkpoints.from_lists([[(101, 2)]], device="cuda")
+    out = chunked(
+        *inputs.tensors, pool, read, ids(1, device="cuda"), cu_seqlens([300], device="cuda"), checkpoints=plan
+    )
+    part = inputs.rows(slice(0, 101))
+    short = chunked(*part.tensors, pool, read, ids(3, device="cuda"), cu_seqlens([101], device="cuda"))
+    assert torch.equal(bits(short), bits(out[:101]))
+    assert torch.equal(bits(pool[3]), bits(pool[2]))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("length", [1, 3, 70])
+def test_A3_ids_out_of_range(length, dtype, path):
+    read = ids(0, -1, 4, 1_000_000, -(2**31), device="cuda")
+    write = ids(0, -1, 2, 3, -1, device="cuda")
+    check([length] * 5, dtype=dtype, path=path, read=read, write=write)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("hv", [1, 4])
+def test_E12_sequences_without_tokens(hv, dtype, path):
+    """Their state moves from the read to the write slot, and is zero without one."""
+    pool = filled_pool(4, hv, dtype, "randn", (0,))
+    start = pool[0].clone()
+    inputs = delta_inputs("kda", "randn", 0, 1, hv, device="cuda")
+    read, write, cu = ids(0, -1, device="cuda"), ids(1, 2, device="cuda"), ids(0, 0, 0, device="cuda")
+    out = RUN[path](*inputs.tensors, pool, read, write, cu)
+    assert out.shape == (0, hv, 128)
+    assert torch.equal(pool[1], start)
+    assert torch.equal(pool[0], start)
+    assert not pool[2].any()
+    assert pool[3].isnan().all()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_E15_a_token_buffer_longer_than_the_sequences(path):
+    """Tokens beyond the last sequence are NaN, and so may their outputs be; the rest is what it is without them."""
+    inputs = delta_inputs("kda", "randn", 256, 2, 4, device="cuda")
+    for tensor in inputs.tensors[:5]:
+        tensor[201:] = math.nan
+    read, write, cu = ids(0, 1, 2, device="cuda"), ids(3, 4, 5, device="cuda"), cu_seqlens([65, 1, 135], device="cuda")
+    pool = filled_pool(6, 4, torch.float32, "randn", range(3))
+    exact = pool.clone()
+    out = torch.full((256, 4, 128), math.nan, dtype=torch.bfloat16, device="cuda")
+    RUN[path](*inputs.tensors, pool, read, write, cu, out=out)
+    alone = RUN[path](*inputs.rows(slice(0, 201)).tensors, exact, read, write, cu)
+    assert torch.equal(bits(out[:201]), bits(alone))
+    assert torch.equal(bits(pool), bits(exact))
+    assert torch.isfinite(out[:201]).all()
+
+
+@pytest.mark.parametrize("lengths", [[65, 64], [1, 63], [127, 1], [70, 130, 5]])
+@pytest.mark.parametrize("value", [1e4, math.nan, math.inf])
+def test_E8_neighbours_change_no_bit(lengths, value):
+    hv, n = 4, len(lengths)
+    inputs = delta_inputs("kda", "trained", sum(lengths), 2, hv, device="cuda")
+    cu = cu_seqlens(lengths, device="cuda")
+    read = torch.arange(n, dtype=torch.int32, device="cuda")
+    pool = filled_pool(2 * n, hv, torch.float32, "trained", range(n))
+    spoiled_pool = pool.clone()
+    out = chunked(*inputs.tensors, pool, read, read + n, cu)
+    row = n // 2 if n > 2 else 0
+    begin, end = int(cu[row]), int(cu[row + 1])
+    spoiled = [x.clone() for x in inputs.tensors[:5]]
+    for tensor in spoiled:
+        tensor[:begin] = value
+        tensor[end:] = value
+    other = chunked(*spoiled, *inputs.tensors[5:], spoiled_pool, read, read + n, cu)
+    assert torch.equal(bits(out[begin:end]), bits(other[begin:end]))
+    assert torch.equal(bits(pool[n + row]), bits(spoiled_pool[n + row]))
+
+
+@pytest.mark.parametrize("tokens", [64, 200])
+@pytest.mark.parametrize("logit", [math.log(0.99 / 0.01), 12.0])
+def test_E7_equal_keys(tokens, logit):
+    """All keys equal, beta nearly 1, no decay: the triangular system at its worst still matches the recurrence."""
+    inputs = delta_inputs("kda", "zero", tokens, 1, 2, device="cuda", packed=False)
+    inputs.k[:] = inputs.k[:1]
+    inputs.b[:] = logit
+    check_inputs(inputs, [tokens], "correlated")
+
+
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+@pytest.mark.parametrize("cut", [1, 15, 40, 64, 65, 100, 128, 191])
+def test_causality_a_changed_suffix_changes_no_earlier_bit(cut, lower_bound):
+    inputs = delta_inputs("kda", "trained", 200, 2, 4, lower_bound=lower_bound, device="cuda")
+    read, write, cu = ids(0, device="cuda"), ids(1, device="cuda"), cu_seqlens([200], device="cuda")
+    pool = filled_pool(2, 4, torch.float32, "trained", (0,))
+    out = chunked(*inputs.tensors, pool, read, write, cu, lower_bound=lower_bound)
+    other = delta_inputs("kda", "randn", 200, 2, 4, device="cuda")
+    changed = [x.clone() for x in inputs.tensors[:5]]
+    for tensor, source in zip(changed, other.tensors):
+        tensor[cut:] = source[cut:]
+    later = chunked(*changed, *inputs.tensors[5:], pool, read, write, cu, lower_bound=lower_bound)
+    assert torch.equal(bits(out[:cut]), bits(later[:cut]))
+    assert not torch.equal(out[cut:], later[cut:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_do_not_depend_on_batch_slots_or_place(dtype):
+    """Bitwise: alone, among others, in place and copy-on-write."""
+    lengths, hv = (130, 5, 64, 1, 200, 17), 4
+    n = len(lengths)
+    inputs = delta_inputs("kda", "trained", sum(lengths), 2, hv, device="cuda")
+    cu = cu_seqlens(lengths, device="cuda")
+    read = torch.arange(n, dtype=torch.int32, device="cuda")
+    start = filled_pool(2 * n, hv, dtype, "trained", range(n))
+    pool, in_place = start.clone(), start.clone()
+    out = chunked(*inputs.tensors, pool, read, read + n, cu)
+    again = chunked(*inputs.tensors, in_place, read, read, cu)
+    assert torch.equal(bits(out), bits(again))
+    assert torch.equal(bits(pool[n:]), bits(in_place[:n]))
+    for row in range(n):
+        begin, end = int(cu[row]), int(cu[row + 1])
+        alone, target = start.clone(), 2 * n - 1
+        part = inputs.rows(slice(begin, end))
+        bounds = cu_seqlens([end - begin], device="cuda")
+        one = chunked(*part.tensors, alone, ids(row, device="cuda"), ids(target, device="cuda"), bounds)
+        assert torch.equal(bits(one), bits(out[begin:end]))
+        assert torch.equal(bits(alone[target]), bits(pool[n + row]))
+
+
+@pytest.mark.parametrize("lower_bound", [-2.0, -5.0])
+def test_softplus_and_bounded_kernels_agree_on_equal_decays(lower_bound):
+    """The same decays written as a bounded and as an unbounded gate, whose raw values are kept in bf16: within tolerance."""
+    inputs = delta_inputs("kda", "trained", 300, 2, 4, lower_bound=lower_bound, device="cuda", packed=False)
+    inputs.A_log.zero_()
+    inputs.dt_bias.zero_()
+    inputs.gate.fill_(0.0)  # g = L / 2
+    pool = filled_pool(3, 4, torch.float32, "trained", (0,))
+    read, cu = ids(0, device="cuda"), cu_seqlens([300], device="cuda")
+    bounded = chunked(*inputs.tensors, pool, read, ids(1, device="cuda"), cu, lower_bound=lower_bound)
+    inputs.A_log.fill_(math.log(-lower_bound / 2 / math.log(2.0)))  # g = -e^A log 2
+    general = chunked(*inputs.tensors, pool, read, ids(2, device="cuda"), cu)
+    assert_close(general, bounded.double(), 0.001, "out")
+    assert_close(pool[2], pool[1].double(), 0.001, "state")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_D4_equal_repeats(dtype):
+    lengths = [1000, 130, 64, 5]
+    inputs = delta_inputs("kda", "trained", sum(lengths), 16, 16, device="cuda")
+    pool = filled_pool(8, 16, dtype, "trained", range(4))
+    read, cu = torch.arange(4, dtype=torch.int32, device="cuda"), cu_seqlens(lengths, device="cuda")
+    first = chunked(*inputs.tensors, pool, read, read + 4, cu)
+    state = pool.clone()
+    for _ in range(1000):
+        out = chunked(*inputs.tensors, pool, read, read + 4, cu)
+        assert torch.equal(bits(out), bits(first))
+    assert torch.equal(bits(pool), bits(state))
+
+
+def test_graph_replay_follows_changed_ids_and_lengths():
+    hv, slots = 4, 5
+    inputs = delta_inputs("kda", "randn", 200, 2, hv, device="cuda")
+    start = filled_pool(slots, hv, torch.float32, "randn", range(slots))
+    pool = start.clone()
+    read, write, cu = ids(0, 1, device="cuda"), ids(2, 3, device="cuda"), ids(0, 130, 200, device="cuda")
+    out = torch.zeros(200, hv, 128, dtype=torch.bfloat16, device="cuda")
+    chunked(*inputs.tensors, pool, read, write, cu, out=out)
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream):
+        chunked(*inputs.tensors, pool, read, write, cu, out=out)
+    for reads, writes, bounds in (
+        ((4, -1), (4, 0), (0, 3, 200)),
+        ((1, 2), (-1, 2), (0, 0, 64)),
+        ((0, 1), (2, 3), (0, 199, 200)),
+    ):
+        for target, values in ((read, reads), (write, writes), (cu, bounds)):
+            target.copy_(ids(*values))
+        pool.copy_(start)
+        eager = start.clone()
+        graph.replay()
+        expected = chunked(*inputs.tensors, eager, read, write, cu)
+        assert torch.equal(bits(out[: bounds[-1]]), bits(expected[: bounds[-1]]))
+        assert torch.equal(bits(pool), bits(eager))
+
+
+@pytest.mark.parametrize("scale", [None, 0.5])
+@pytest.mark.parametrize("l2norm", [True, False])
+def test_scale_and_l2norm_options(scale, l2norm):
+    inputs = delta_inputs("kda", "randn", 200, 2, 4, device="cuda")
+    if not l2norm:
+        inputs.k.mul_(0.05)
+    check_inputs(inputs, [130, 70], "randn", scale=scale, qk_l2norm=l2norm)
