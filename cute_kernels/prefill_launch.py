@@ -1,12 +1,18 @@
-"""Launch prefill: GDN in chunks, KDA token by token."""
+"""Launch prefill: rows of at most `SHORT_TOKENS` tokens go token by token, the others in chunks.
+
+Both kernels read the lengths on the device and leave the other's rows alone, so what a row computes depends on its own length
+and never on its batch. A chunk costs the same however few of its 64 tokens there are; a token step costs what decode does.
+"""
 
 from __future__ import annotations
 
 import torch
 
-from . import gdn_launch, verify_launch
+from . import gdn_launch, kda_launch, verify_launch
 from .checkpoints import Checkpoints
 from .configs.recurrent import Kind
+
+SHORT_TOKENS = 16
 
 
 def launch_prefill(
@@ -32,41 +38,15 @@ def launch_prefill(
     """Run packed sequences on the current stream; the arguments are checked."""
     if read_ids.shape[0] == 0:
         return
-    if kind == "gdn":
-        gdn_launch.launch_chunked(
-            q,
-            k,
-            v,
-            gate,
-            b,
-            A_log,
-            dt_bias,
-            state,
-            read_ids,
-            write_ids,
-            cu_seqlens,
-            out,
-            checkpoints=checkpoints,
-            scale=scale,
-            qk_l2norm=qk_l2norm,
-        )
-        return
+    arguments = (q, k, v, gate, b, A_log, dt_bias, state, read_ids, write_ids, cu_seqlens, out)
+    options = {"checkpoints": checkpoints, "scale": scale, "qk_l2norm": qk_l2norm}
+    chunked = kind == "gdn"
     verify_launch.launch_recurrent_prefill(
-        kind,
-        q,
-        k,
-        v,
-        gate,
-        b,
-        A_log,
-        dt_bias,
-        state,
-        read_ids,
-        write_ids,
-        cu_seqlens,
-        out,
-        checkpoints=checkpoints,
-        scale=scale,
-        qk_l2norm=qk_l2norm,
-        lower_bound=lower_bound,
+        kind, *arguments, **options, lower_bound=lower_bound, max_tokens=SHORT_TOKENS if chunked else None
     )
+    if not chunked or q.shape[0] <= SHORT_TOKENS:
+        return
+    if kind == "gdn":
+        gdn_launch.launch_chunked(*arguments, **options, min_tokens=SHORT_TOKENS + 1)
+    else:
+        kda_launch.launch_chunked(*arguments, **options, lower_bound=lower_bound, min_tokens=SHORT_TOKENS + 1)
