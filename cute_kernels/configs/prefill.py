@@ -63,7 +63,9 @@ def parts_of_long_rows(hv: int) -> int:
         return 16
     if hv <= 16:
         return 8
-    return 3 if hv <= 40 else 1
+    if hv <= 40:
+        return 3
+    return 2 if hv <= 64 else 1
 
 
 def shipped() -> list[Entry]:

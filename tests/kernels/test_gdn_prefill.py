@@ -116,7 +116,7 @@ def test_E10_datasets(dataset, dtype, path):
     check([1000, 200], dtype=dtype, dataset=dataset, path=path)
 
 
-@pytest.mark.parametrize("hv", [4, 16, 32])
+@pytest.mark.parametrize("hv", [4, 16, 32, 48])
 def test_every_number_of_parts(hv):
     check([1000, 127, 128, 129, 640], hk=2, hv=hv, dataset="trained", path="parts")
 
@@ -306,15 +306,39 @@ def test_E7_equal_keys(tokens):
 
 def test_E7_unnormalised_keys_that_diverge_spoil_no_other_sequence():
     inputs = equal_keys(200, size=0.2)
+    inputs.k[100:] *= 0.2
     inputs.b[:] = 12.0
     pool = filled_pool(4, 2, torch.float32, "randn", (0, 1))
     exact = pool.clone()
     read, write = ids(0, 1, device="cuda"), ids(2, 3, device="cuda")
     out = chunked(*inputs.tensors, pool, read, write, cu_seqlens([100, 100], device="cuda"), qk_l2norm=False)
-    inputs.k[:100] = 0.05 * inputs.k[:100]
+    assert torch.isfinite(out[100:]).all()
+    inputs.k[:100] *= 0.2
     calm = chunked(*inputs.tensors, exact, read, write, cu_seqlens([100, 100], device="cuda"), qk_l2norm=False)
     assert torch.equal(bits(out[100:]), bits(calm[100:]))
     assert torch.equal(bits(pool[3]), bits(exact[3]))
+
+
+@pytest.mark.parametrize("long_length", [128, 10**6])
+def test_short_rows_are_left_to_another_kernel(long_length):
+    """Rows below `min_tokens`: neither state nor output is touched, and the others keep their bits."""
+    lengths, hv = (16, 17, 200, 1, 0), 4
+    inputs = delta_inputs("gdn", "trained", sum(lengths), 2, hv, device="cuda")
+    start = filled_pool(10, hv, torch.float32, "trained", range(10))
+    read, cu = torch.arange(5, dtype=torch.int32, device="cuda"), cu_seqlens(lengths, device="cuda")
+    results = []
+    for least in (0, 17):
+        pool = start.clone()
+        out = torch.full((sum(lengths), hv, 128), math.nan, dtype=torch.bfloat16, device="cuda")
+        chunked(*inputs.tensors, pool, read, read + 5, cu, out=out, min_tokens=least, long_length=long_length)
+        results.append((out, pool))
+    (whole, all_states), (out, pool) = results
+    assert torch.equal(bits(out[16:233]), bits(whole[16:233]))
+    assert out[:16].isnan().all()
+    assert out[233:].isnan().all()
+    assert torch.equal(bits(pool[6:8]), bits(all_states[6:8]))
+    others = [0, 1, 2, 3, 4, 5, 8, 9]
+    assert torch.equal(bits(pool[others]), bits(start[others]))
 
 
 def test_near_equal_keys_over_many_chunks():
