@@ -341,6 +341,8 @@ def test_I12_a_bad_payload_is_never_used_and_its_key_is_removed(make, backend, c
     assert rig.resume(PROMPT, [10]) == 0
     assert getattr(rig.ledger.counters, error) == 1
     # Reading granted a lease: the key goes when that has run out, never by force.
+    rig.settle(lambda: rig.raw[0].calls["remove"] == 2)
+    assert backend.objects
     backend.leased.clear()
     rig.settle(lambda: rig.store.counters.keys_removed == 1)
     assert not backend.objects
