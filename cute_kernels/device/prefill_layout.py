@@ -32,7 +32,6 @@ class Barrier(enum.IntEnum):
 
     PAIRS_DIAGONAL = 1
     PAIRS_DONE = 2
-    DATA_ROWS = 3
 
 
 class Flag(enum.IntFlag):
