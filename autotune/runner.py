@@ -188,15 +188,24 @@ def assemble(
     threshold: float = store.THRESHOLD,
     environment_facts: dict[str, Any] | None = None,
 ) -> Sweep:
-    """Make the table of an operator's kernel from a journal alone, such as that of a sweep that was ended. Needs no GPU.
+    """Make the table of an operator's kernel without a GPU, such as from the journal of a sweep that was ended.
 
     Args:
+        journal: a journal, or (`.json`) a table, whose timings are judged again by this code's heuristic.
         environment_facts: what else is known of where it was measured, such as the driver.
 
-    Raises TuneError where the journal has no trial of the kernel.
+    Raises TuneError where there is no such file or it has no trial of the kernel, tables.TableError for a bad table.
     """
     space = space_of(op)
-    trials = Journal(journal).trials(space.kernel)
+    if not journal.is_file():
+        raise TuneError(f"{journal}: no such file")
+    if journal.suffix == ".json":
+        table = tables.read(journal, space.kernel)
+        known = {name: table["environment"].get(name) for name in _facts(space)}
+        environment_facts = table["environment"] | (environment_facts or {})
+        trials = [store.trial_of(row, space.kernel, known) for row in table["timings"]]
+    else:
+        trials = Journal(journal).trials(space.kernel)
     if not trials:
         raise TuneError(f"{journal}: no trial of {space.kernel}")
     sweep = Sweep(space.kernel, trials=trials, resumed=len({trial.case for trial in trials}))

@@ -327,8 +327,14 @@ def test_a_table_is_made_from_a_journal_alone(tmp_path) -> None:
     assert table["environment"]["driver"] == "580"
     assert table["entries"][0]["set"] == rows(1)
     assert sorted(row["us"] for row in table["timings"]) == [8.0, 10.0, 11.0]
-    with pytest.raises(runner.TuneError, match="no trial of"):
+    text = done.table.read_text()
+    runner.assemble("gdn_decode", done.table, out=tmp_path)
+    assert done.table.read_text() == text, "a table made again from its own timings is the same"
+    with pytest.raises(runner.TuneError, match="no such file"):
         runner.assemble("gdn_decode", tmp_path / "none", out=tmp_path)
+    (tmp_path / "empty").write_text("")
+    with pytest.raises(runner.TuneError, match="no trial of"):
+        runner.assemble("gdn_decode", tmp_path / "empty", out=tmp_path)
 
 
 def test_the_page_is_drawn_from_tables_between_its_markers(tmp_path) -> None:
