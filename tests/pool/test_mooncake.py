@@ -171,7 +171,7 @@ def test_a_closed_client_is_never_called(store, prompt):
     assert not rig.store.put(entry)
 
 
-def test_no_master_is_said_at_once():
+def test_no_master_is_said_at_once(store):
     """The wheel's own setup blocks for 90 s."""
     begun = time.monotonic()
     with pytest.raises(StateIOError, match="no Mooncake master"):
