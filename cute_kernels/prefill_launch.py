@@ -40,11 +40,10 @@ def launch_prefill(
         return
     arguments = (q, k, v, gate, b, A_log, dt_bias, state, read_ids, write_ids, cu_seqlens, out)
     options = {"checkpoints": checkpoints, "scale": scale, "qk_l2norm": qk_l2norm}
-    chunked = kind == "gdn"
     verify_launch.launch_recurrent_prefill(
-        kind, *arguments, **options, lower_bound=lower_bound, max_tokens=SHORT_TOKENS if chunked else None
+        kind, *arguments, **options, lower_bound=lower_bound, max_tokens=SHORT_TOKENS
     )
-    if not chunked or q.shape[0] <= SHORT_TOKENS:
+    if q.shape[0] <= SHORT_TOKENS:
         return
     if kind == "gdn":
         gdn_launch.launch_chunked(*arguments, **options, min_tokens=SHORT_TOKENS + 1)
