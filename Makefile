@@ -44,6 +44,7 @@ test: lint
 
 test-deep: $(VENV)/.installed
 	COMPACT_STATE_SEARCH=10 $(BIN)/python -m pytest -q tests/pool/test_model.py
+	COMPACT_STATE_STORE_OPS=10000 $(BIN)/python -m pytest -q tests/pool/test_mooncake_random.py
 
 clean:
 	rm -rf $(VENV) build out *.egg-info
