@@ -57,7 +57,8 @@ class Workspace:
     def slot_ids(self, slots: int, rows: int, launches: int, *, groups: int = 2) -> list[list[torch.Tensor]]:
         """For each launch `groups` int32 id tensors `[rows]`, all distinct within a launch, random over the pool.
 
-        Launches take successive pieces of random permutations, so that a slot returns as late as possible.
+        Launches take successive pieces of random permutations, so that a slot returns as late as possible. Each tensor is an
+        allocation of its own: some peers ask for aligned ids.
         """
         need = rows * groups
         if slots < need:
@@ -66,7 +67,7 @@ class Workspace:
         while len(pieces) < launches:
             order = torch.randperm(slots, generator=self.generator, device=self.device).to(torch.int32)
             pieces += list(order[: slots // need * need].split(need))
-        return [list(piece.clone().split(rows)) for piece in pieces[:launches]]
+        return [[ids.clone() for ids in piece.split(rows)] for piece in pieces[:launches]]
 
 
 @dataclass

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -111,6 +113,9 @@ def summary(op: str, rows: Sequence[Row]) -> str:
     text = f"`{op}`: {len(rows)} cells"
     if floors:
         text += f", geometric mean {floors:.2f} x floor"
+    costs = [row["host_us"] for row in rows if row.get("host_us")]
+    if costs:
+        text += f", a call costs the host {statistics.median(costs):.1f} us (median)"
     if not compared:
         return text + "; no peer was measured."
     mean = geometric_mean(ratio for _, ratio in compared)
@@ -118,7 +123,7 @@ def summary(op: str, rows: Sequence[Row]) -> str:
     slower = sorted((pair for pair in compared if pair[1] > 1.0), key=lambda pair: -pair[1])
     if not slower:
         return text + " No peer is faster on any of them."
-    names = "; ".join(f"{label(row)} ({best_peer(row)[0]}, {ratio:.2f})" for row, ratio in slower)  # type: ignore[index]
+    names = "; ".join(f"{label(row)} ({best_peer(row)[0]}, {ratio:.3f})" for row, ratio in slower)  # type: ignore[index]
     return f"{text} A peer is faster on {len(slower)}: {names}."
 
 
@@ -138,7 +143,7 @@ def missing_peers(rows: Sequence[Row]) -> str:
     reasons: dict[str, int] = {}
     for row in rows:
         for peer, reason in row.get("peers_missing", {}).items():
-            key = f"{peer}: {reason}"
+            key = f"{peer}: {re.split('[`(]', reason)[0].strip()}"  # without the shapes of this very cell
             reasons[key] = reasons.get(key, 0) + 1
     if not reasons:
         return ""

@@ -115,7 +115,7 @@ def test_a_peers_slower_variant_is_not_its_best() -> None:
 def test_summary_says_plainly_where_a_peer_is_faster() -> None:
     rows = [row(peers={"flashinfer": 60.0}), row(workload="B8", peers={"flashinfer": 80.0})]
     text = tables.summary("gdn_decode", rows)
-    assert "A peer is faster on 1: Q1 B64 fp32 (flashinfer, 1.15)." in text
+    assert "A peer is faster on 1: Q1 B64 fp32 (flashinfer, 1.150)." in text
     assert "No peer is faster" in tables.summary("gdn_decode", rows[1:])
     assert "no peer was measured" in tables.summary("gdn_decode", [row()])
 
