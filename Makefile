@@ -11,11 +11,9 @@ DEMO   ?=
 export CUTE_DSL_ARCH ?= sm_90a
 
 ifeq ($(TORCH),existing)
-VENV_FLAGS := --system-site-packages
 CONSTRAINT :=
 LMDEPLOY   :=
 else
-VENV_FLAGS :=
 CONSTRAINT := -c constraints-cpu.txt
 LMDEPLOY   := tests/integration/requirements.txt
 endif
@@ -24,7 +22,12 @@ endif
 .DEFAULT_GOAL := test
 
 $(VENV)/.installed: pyproject.toml constraints-cpu.txt tests/integration/requirements.txt
-	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
+	$(PYTHON) -m venv $(VENV)
+ifeq ($(TORCH),existing)
+# The packages of the calling Python, which may itself be a virtual environment, stand behind those of .venv.
+	$(PYTHON) -c "import sysconfig, torch; print(sysconfig.get_path('purelib'))" > .existing.pth
+	mv .existing.pth "$$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/existing.pth"
+endif
 	$(BIN)/python -m pip install -q --upgrade "pip>=25.1"
 	$(BIN)/python -m pip install -q $(CONSTRAINT) -e . --group dev
 	$(if $(LMDEPLOY),$(BIN)/python -m pip install -q --no-deps -r $(LMDEPLOY))

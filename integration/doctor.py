@@ -7,7 +7,7 @@ import importlib.util
 import platform
 
 from ..cute_kernels.compile import shared_library
-from ..cute_kernels.compile.cache import cache_dir, dsl_available
+from ..cute_kernels.compile.cache import DSL_SERIES, cache_dir, dsl_available
 from ..cute_kernels.errors import CompileCacheError
 
 PACKAGES = (
@@ -19,7 +19,6 @@ PACKAGES = (
     "mooncake-transfer-engine-non-cuda",
     "mooncake-transfer-engine-cuda13",
 )
-DSL_SERIES = "4.8."
 
 
 def _version(package: str) -> str | None:

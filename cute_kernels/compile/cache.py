@@ -10,6 +10,7 @@ compile, so one lock guards it; two processes building the same key meet at a fi
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
 import os
 import stat
@@ -36,6 +37,7 @@ class KernelKey(Protocol):
 
 
 CompiledKernel = Callable[..., None]
+DSL_SERIES = "4.8."  # versions of nvidia-cutlass-dsl; the next minor may remove what this one deprecates
 
 _compile_lock = threading.Lock()
 _loaded_modules: list[Any] = []  # the objects' code lives as long as these references
@@ -45,6 +47,16 @@ compile_count = 0
 def dsl_available() -> bool:
     """Whether the compiler can be imported here."""
     return importlib.util.find_spec("cutlass") is not None
+
+
+def check_dsl_version() -> None:
+    """Raise BackendUnavailableError unless the installed compiler is of the series that the kernels are written for."""
+    try:
+        version = importlib.metadata.version("nvidia-cutlass-dsl")
+    except importlib.metadata.PackageNotFoundError:
+        return  # a source tree on the path, without metadata: imports decide
+    if not version.startswith(DSL_SERIES):
+        raise BackendUnavailableError(f"nvidia-cutlass-dsl: got {version}; allowed: {DSL_SERIES}*")
 
 
 def cache_dir() -> Path:
@@ -153,6 +165,7 @@ def _load(kernel_file: str, key: KernelKey) -> CompiledKernel:
             "nvidia-cutlass-dsl is not installed; allowed: a library of the same sources (compact-state build --shared), "
             "or the compiler"
         )
+    check_dsl_version()
     for attempt in range(2):
         path = ensure_object(kernel_file, key)
         loaded = _load_object(path, key.symbol())

@@ -69,7 +69,8 @@ class VerifyKey:
         """C identifier of the specialisation."""
         blocks = f"_b{self.blocks}" if self.blocks > 1 else ""
         if self.wy:
-            return f"wy_verify_{self.kind}_{SHORT[self.state]}{blocks}{'_pdl' if self.pdl else ''}"
+            unused = ("", "_landing")[self.landing] + ("", "_commit")[self.commit]  # never in a legal key
+            return f"wy_verify_{self.kind}_{SHORT[self.state]}{blocks}{('', '_pdl')[self.pdl]}{unused}"
         name = "recurrent_commit" if self.commit else "recurrent_verify"
         flags = [blocks, ("_reg", "")[self.landing], ("", "_pdl")[self.pdl]]
         return f"{name}_{self.kind}_{SHORT[self.state]}_r{self.rows}w{self.warps}{''.join(flags)}"
@@ -91,8 +92,8 @@ class VerifyKey:
 
     def rejection(self) -> str | None:
         """Why this key has no kernel, or None."""
-        if self.wy and (self.state != "bfloat16" or self.commit or self.tile != HEAD_DIM):
-            return "wy: it verifies on bf16 pools, a whole head a block"
+        if self.wy and (self.state != "bfloat16" or self.commit or self.landing or self.tile != HEAD_DIM):
+            return "wy: it verifies on bf16 pools, a whole head a block, its state in registers"
         if self.blocks * (self.shared_bytes() + 1024) > 233_472:
             return f"blocks={self.blocks}: {self.shared_bytes()} B of shared memory each do not fit an SM"
         return _tile_rejection(self.rows, self.warps)
@@ -133,7 +134,7 @@ def choose_verify(kind: Kind, state: StateDtype, heads: int, *, round_tokens: bo
     The form follows from the pool and `round_tokens` alone, so that a row's bits do not depend on its batch.
     """
     if state == "bfloat16" and not round_tokens:
-        return VerifyKey(kind, state, 4, 8, blocks=3 if kind == "gdn" else 2, wy=True, pdl=True)
+        return VerifyKey(kind, state, 4, 8, landing=False, blocks=3 if kind == "gdn" else 2, wy=True, pdl=True)
     small = heads <= SMALL_BATCH_HEADS and state == "float32"
     return VerifyKey(kind, state, 2 if small else 4, 4, pdl=True)
 

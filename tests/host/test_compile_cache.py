@@ -124,6 +124,12 @@ def test_without_compiler_and_library_the_error_says_what_to_do(cache_folder, mo
         cache.jit_cache("state_ids")(KEY)
 
 
+def test_J10_compiler_of_another_series_is_refused_before_it_is_used(cache_folder, monkeypatch):
+    monkeypatch.setattr(cache.importlib.metadata, "version", lambda name: "4.9.0")
+    with pytest.raises(BackendUnavailableError, match=r"got 4\.9\.0; allowed: 4\.8\."):
+        cache.jit_cache("state_ids")(KEY)
+
+
 def test_library_of_other_sources_is_not_used(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("COMPACT_STATE_KERNELS", str(tmp_path))
     monkeypatch.setattr(shared_library, "_open", lambda path: (object(), {"f": "digest of other sources"}))
