@@ -170,3 +170,25 @@ class Rig:
 
     def close(self) -> None:
         self.store.close(10.0)
+
+
+PROMPT = list(range(20))
+
+
+class Fence:
+    def __init__(self):
+        self.open = False
+
+    def passed(self):
+        return self.open
+
+    def wait(self):
+        self.open = True
+
+
+def stored_by_another(make, ranks=1, positions=(10,), **options):
+    """Puts states of PROMPT at `positions` into the store by an engine of its own."""
+    rig = make(ranks, **options)
+    for position in positions:
+        assert rig.put(rig.checkpoint(PROMPT[:position]))
+    return rig
