@@ -134,7 +134,7 @@ class ConvMath:
         return narrow(convolve(rows, rTaps, rBias, self.vec, self.width, exponent), self.vec, BFloat16)
 
 
-# --- fake tensors, for the `build` functions -----------------------------------------------------------------------------
+# Fake tensors, for the `build` functions.
 
 
 def fake_tokens(rows, channels):
