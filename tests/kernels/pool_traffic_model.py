@@ -65,6 +65,10 @@ class Model:
         self.layers = [Layer(kind, device, backend, seed) for seed, kind in enumerate(("gdn", "kda"))]
         self.layout = StateLayout.of([LayerSpec(CHANNELS, HV, SIZE, SIZE, WIDTH, kind=x.kind) for x in self.layers])
 
+    def rows(self, values: list[int]) -> torch.Tensor:
+        """Table rows as int64: a look-up by int32 makes torch convert them first, with a copy kernel of its own."""
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
     def column(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
 
@@ -80,7 +84,7 @@ class Model:
             none = self.column([-1] * len(part))
             write = none if pool is None else self.column(list(range(first, first + len(part))))
             ids = (none, write, self.column([0] * len(part)))
-            index = self.column([row for sequence in part for row in sequence])
+            index = self.rows([row for sequence in part for row in sequence])
             for number, layer in enumerate(self.layers):
                 views = (empty.conv_view(number), empty.state_view(number))
                 outputs[number].append(layer(index, *views, ids, self.column(bounds)))

@@ -65,16 +65,7 @@ def oracle(inputs, pool, read, write, cu, **options):
 
 
 def check_inputs(
-    inputs,
-    lengths,
-    dataset,
-    dtype=torch.float32,
-    path="chunked",
-    kept=None,
-    read=None,
-    write=None,
-    allowed=None,
-    **options,
+    inputs, lengths, dataset, dtype=torch.float32, path="chunked", kept=None, read=None, write=None, **options
 ):
     """Run, compare outputs, written slots and checkpoints, and that every other slot keeps its bits.
 
@@ -98,7 +89,7 @@ def check_inputs(
     cu = cu_seqlens(list(lengths), device="cuda")
     RUN[path](*inputs.tensors, pool, read, write, cu, out=out, checkpoints=plan, **inputs.gate_options, **options)
     expected = oracle(inputs, expected_pool, read, write, cu, checkpoints=plan, **options)
-    assert_close(out, expected, allowed or tolerance("prefill", dataset, "output", dtype), "out")
+    assert_close(out, expected, tolerance("prefill", dataset, "output", dtype), "out")
     written = sorted({i for i in write.tolist() if 0 <= i < slots} | set(targets))
     for slot in written:
         assert_close(pool[slot], expected_pool[slot], tolerance("prefill", dataset, "state", dtype), f"slot {slot}")
@@ -311,15 +302,11 @@ def test_E8_neighbours_change_no_bit(lengths, value):
 @pytest.mark.parametrize("tokens", [64, 200])
 @pytest.mark.parametrize("logit", [math.log(0.99 / 0.01), 12.0])
 def test_E7_equal_keys(tokens, logit):
-    """All keys equal, beta nearly 1, no decay: the triangular system at its worst still matches the recurrence.
-
-    The bound is wider than on trained-like keys: the state meets keys rounded to bf16, the pair products the same keys in
-    fp16, and equal keys cancel exactly only where both are the same number (1.2e-2 measured at beta 0.99, 200 tokens).
-    """
+    """All keys equal, beta nearly 1, no decay: the triangular system at its worst still matches the recurrence."""
     inputs = delta_inputs("kda", "zero", tokens, 1, 2, device="cuda", packed=False)
     inputs.k[:] = inputs.k[:1]
     inputs.b[:] = logit
-    check_inputs(inputs, [tokens], "correlated", allowed=0.015)
+    check_inputs(inputs, [tokens], "correlated")
 
 
 @pytest.mark.parametrize("lower_bound", [None, -5.0])
