@@ -1,0 +1,203 @@
+"""What comes between two steps: failed steps, new weights, sleep, transfers that start, hang and end."""
+
+import pytest
+
+from compact_state.pool import (
+    InvariantError,
+    Phase,
+    PoolClosedError,
+    StepRow,
+    StuckLeaseError,
+)
+from compact_state.pool.invariants import check
+from tests.pool.lifecycle_world import World
+
+
+def test_a_failed_step_takes_its_checkpoints_and_states_with_it() -> None:
+    world = World(10)
+    good = world.request("good", [7] * 40)
+    assert world.life.admit(good)
+    world.prefill(good, [8], positions=[8])
+    bad = world.request("bad", range(40))
+    assert world.life.admit(bad)
+    plan = world.step([StepRow(bad, 16, positions=[8, 16])], run=False)
+    reader = world.request("reader", range(40))
+    assert world.life.admit(reader)
+    assert reader.resumed == 16
+    lease = world.life.begin_put(plan.entries[0])
+    assert lease is not None
+    assert not world.ledger.may_start(lease)
+    lost = world.life.failed(plan.step)
+    assert {request.id for request in lost} == {"bad", "reader"}
+    assert [entry.position for entry in world.index.entries()] == [8]
+    assert lease.revoked
+    outcome = world.ledger.put_end(lease.op, ok=False)
+    assert outcome is not None
+    assert not outcome.ok
+    world.queue.clear()
+    world.ledger.step_done(plan.step)
+    assert world.life.admit(bad)
+    assert bad.resumed == 0
+    world.prefill(bad, [16])
+    check(world.ledger, world.index)
+
+
+def test_new_weights_clear_the_cache_and_taint_what_runs() -> None:
+    world = World(8)
+    request = world.request("a", range(60))
+    idle = world.request("idle", range(60))
+    assert world.life.admit(request)
+    world.prefill(request, [16], positions=[8, 16])
+    assert [r.id for r in world.life.new_weights()] == ["a"]
+    assert world.index.size == 0
+    assert world.index.removed == {"epoch": 2}
+    world.prefill(request, [16], positions=[24, 32])
+    assert world.index.size == 0
+    assert world.life.publish(request) is None
+    assert world.life.finish(request) is None
+    assert world.life.admit(idle)
+    assert idle.resumed == 0
+    world.prefill(idle, [16], positions=[16])
+    assert [entry.epoch for entry in world.index.entries()] == [1]
+
+
+def test_sleep_waits_for_steps_and_transfers_and_never_frees_under_them() -> None:
+    world = World(6)
+    request = world.request("a", range(60))
+    assert world.life.admit(request)
+    world.prefill(request, [16], positions=[16])
+    (entry,) = world.index.entries()
+    lease = world.life.begin_put(entry)
+    assert lease is not None
+    world.step([StepRow(request, 4)], run=False)
+    with pytest.raises(StuckLeaseError, match="steps done 1 of 2"):
+        world.life.sleep(deadline_s=0.0)
+    assert world.ledger.mode == "drain"
+    assert request.phase is Phase.WAITING
+    with pytest.raises(PoolClosedError):
+        world.life.plan([])
+    world.run()
+    with pytest.raises(StuckLeaseError, match="1 transfers"):
+        world.life.sleep(deadline_s=0.0)
+    world.life.sleep(deadline_s=5.0, progress=lambda: world.ledger.put_end(lease.op, ok=True) and None)
+    assert world.ledger.mode == "asleep"
+    old = entry.handle
+    world.life.wake()
+    assert not world.ledger.is_current(old)
+    assert world.life.admit(request)
+    assert request.resumed == 0
+    with pytest.raises(InvariantError, match="stale handle"):
+        world.ledger.put_begin(old)
+
+
+def test_a_stuck_transfer_is_quarantined_and_keeps_the_memory() -> None:
+    world = World(4)
+    request = world.request("a", range(20))
+    lease = world.life.begin_load(request, 8, deadline=10.0)
+    assert lease is not None
+    assert world.life.expire(9.0) == []
+    assert world.life.expire(10.0) == [lease]
+    assert request.phase is Phase.WAITING
+    assert world.ledger.condition(lease.handle.slot).value == "quarantined"
+    check(world.ledger, world.index)
+    world.ledger.drain()
+    with pytest.raises(StuckLeaseError, match="1 past their deadline"):
+        world.ledger.sleep()
+    assert world.life.end_load(lease.op, ok=True) is None
+    assert world.index.size == 0
+    assert world.ledger.condition(lease.handle.slot).value == "quarantined"
+    world.ledger.sleep()
+    world.life.wake()
+    assert len(world.ledger.free) == 4
+    check(world.ledger, world.index)
+
+
+def test_cancel_while_loading_keeps_the_destination_until_the_end() -> None:
+    world = World(2)
+    one, two = world.request("one", range(20)), world.request("two", range(20))
+    lease = world.life.begin_load(one, 8)
+    assert lease is not None
+    assert world.life.begin_load(two, 8) is lease
+    world.life.cancel(one)
+    assert not lease.cancelled
+    world.life.cancel(two)
+    assert lease.cancelled
+    assert world.ledger.condition(lease.handle.slot).value == "loading"
+    outcome = world.life.end_load(lease.op, ok=True)
+    assert outcome is not None
+    assert not outcome.ok
+    world.idle()
+    assert world.index.size == 0
+
+
+def test_I8_G8_a_load_that_fails_leaves_everything_as_before() -> None:
+    world = World(4, ranks=2)
+    request = world.request("a", range(20))
+    before = len(world.ledger.free)
+    lease = world.life.begin_load(request, 8)
+    assert lease is not None
+    assert world.life.end_load(lease.op, rank=0, ok=True) is None
+    outcome = world.life.end_load(lease.op, rank=1, ok=False)
+    assert outcome is not None
+    assert (outcome.ok, outcome.error) == (False, "E_RANK")
+    assert world.ledger.counters.e_rank == 1
+    assert len(world.ledger.free) == before
+    assert world.life.admit(request)
+    assert request.resumed == 0
+
+
+def test_a_load_on_all_ranks_is_a_hit() -> None:
+    world = World(4, ranks=2)
+    request = world.request("a", range(20))
+    lease = world.life.begin_load(request, 8)
+    assert lease is not None
+    world.memory[lease.handle.slot] = request.key.slice(0, 8)
+    world.life.end_load(lease.op, rank=1, ok=True)
+    assert world.life.end_load(lease.op, rank=1, ok=True) is None
+    assert world.ledger.counters.e_stale == 1
+    outcome = world.life.end_load(lease.op, rank=0, ok=True)
+    assert outcome is not None
+    assert outcome.ok
+    assert world.life.admit(request)
+    assert request.resumed == 8
+
+
+def test_I1_I3_a_put_keeps_the_slot_and_an_old_completion_is_stale() -> None:
+    world = World(2, budget=1)
+    request = world.request("a", range(20))
+    assert world.life.admit(request)
+    world.prefill(request, [8])
+    entry = world.life.preempt(request)
+    assert entry is not None
+    lease = world.life.begin_put(entry)
+    assert lease is not None
+    stored = world.memory[entry.handle.slot]
+    world.index.remove(entry, "evicted")
+    assert world.life.admit(request)
+    assert request.resumed == 0
+    plan = world.step([StepRow(request, 8)])
+    assert plan.write_ids != [entry.handle.slot]
+    assert world.memory[entry.handle.slot] == stored
+    assert not world.life.admit(world.request("b", range(4)))
+    outcome = world.ledger.put_end(lease.op, ok=True)
+    assert outcome is not None
+    assert outcome.ok
+    assert world.ledger.put_end(lease.op, ok=True) is None
+    assert world.ledger.counters.e_stale == 1
+    assert world.life.admit(world.life.requests["b"])
+
+
+def test_I6_what_is_no_checkpoint_cannot_be_stored() -> None:
+    world = World(4)
+    request = world.request("a", range(20))
+    assert world.life.admit(request)
+    world.prefill(request, [8])
+    assert request.holder is not None
+    assert request.holder.rec is not None
+    with pytest.raises(InvariantError, match="not cached"):
+        world.ledger.put_begin(world.ledger.handle(request.holder.rec))
+    entry = world.life.finish(request)
+    assert entry is not None
+    world.index.remove(entry)
+    with pytest.raises(InvariantError, match="stale handle"):
+        world.ledger.put_begin(entry.handle)
