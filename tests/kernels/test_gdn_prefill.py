@@ -3,103 +3,19 @@ one piece and in parts."""
 
 from __future__ import annotations
 
-import functools
 import math
 
 import pytest
 import torch
+from gdn_prefill_case import DTYPES, PATHS, RUN, bits, check, chunked, equal_keys, filled_pool, public
 
-from compact_state.cute_kernels import Checkpoints, gdn_decode, gdn_launch, gdn_prefill, reference
-from compact_state.cute_kernels.reference.datasets import (
-    DATASETS,
-    RAGGED_LENGTHS,
-    cu_seqlens,
-    delta_inputs,
-    ids,
-    initial_states,
-    make_pool,
-)
+from compact_state.cute_kernels import Checkpoints, gdn_decode, reference
+from compact_state.cute_kernels.reference.datasets import DATASETS, RAGGED_LENGTHS, cu_seqlens, delta_inputs, ids
 from compact_state.cute_kernels.reference.metrics import assert_close, tolerance
 
 pytestmark = pytest.mark.gpu
 
 LENGTHS = (0, 1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 130, 1000)
-DTYPES = (torch.float32, torch.bfloat16)
-PATHS = ("public", "chunked", "parts")
-
-
-def public(*arguments, out=None, **options):
-    return gdn_prefill(*arguments, out=out, backend="kernels", **options)
-
-
-def chunked(q, k, v, *arguments, out=None, checkpoints=None, scale=None, qk_l2norm=True, **options):
-    """The chunked kernels whatever the lengths are."""
-    out = torch.empty_like(v, memory_format=torch.contiguous_format) if out is None else out
-    gdn_launch.launch_chunked(
-        q, k, v, *arguments, out, checkpoints=checkpoints, scale=scale, qk_l2norm=qk_l2norm, **options
-    )
-    return out
-
-
-RUN = {"public": public, "chunked": chunked, "parts": functools.partial(chunked, long_length=128)}
-
-
-def bits(tensor):
-    return tensor.contiguous().view(torch.uint8)
-
-
-def filled_pool(slots, hv, dtype, dataset, used):
-    """A NaN-filled pool on the GPU whose `used` slots hold states."""
-    pool = make_pool(slots, (hv, 128, 128), dtype, device="cuda")
-    for slot, state in zip(used, initial_states(len(used), hv, dataset=dataset).to("cuda", dtype)):
-        pool[slot] = state
-    return pool
-
-
-def check(
-    lengths,
-    hk=2,
-    hv=4,
-    dtype=torch.float32,
-    dataset="randn",
-    path="chunked",
-    kept=None,
-    read=None,
-    write=None,
-    **options,
-):
-    """Run, compare outputs, written slots and checkpoints, and that every other slot keeps its bits.
-
-    `kept` is one list of token counts a sequence; each gets a slot of its own.
-    """
-    n, total = len(lengths), sum(lengths)
-    entries = sum(len(ends) for ends in kept) if kept else 0
-    slots = 2 * n + entries + 1
-    inputs = delta_inputs("gdn", dataset, total, hk, hv, device="cuda", seed=total + hv)
-    order = torch.randperm(slots, generator=torch.Generator().manual_seed(total)).tolist()
-    read = ids(*order[:n], device="cuda") if read is None else read
-    write = ids(*order[n : 2 * n], device="cuda") if write is None else write
-    pool = filled_pool(slots, hv, dtype, dataset, sorted({i for i in read.tolist() if 0 <= i < slots}))
-    plan, targets = None, []
-    if kept:
-        free = iter(order[2 * n :])
-        pairs = [[(end, next(free)) for end in ends] for ends in kept]
-        targets = [slot for row in pairs for _, slot in row]
-        plan = Checkpoints.from_lists(pairs, device="cuda")
-    expected_pool, before = pool.double(), pool.clone()
-    out = torch.full((total, hv, 128), math.nan, dtype=torch.bfloat16, device="cuda")
-    cu = cu_seqlens(list(lengths), device="cuda")
-    RUN[path](*inputs.tensors, pool, read, write, cu, out=out, checkpoints=plan, **options)
-    expected = reference.gdn_prefill(
-        *inputs.tensors, expected_pool, read, write, cu, checkpoints=plan, compute_dtype=torch.float64,
-        out=torch.empty(total, hv, 128, dtype=torch.float64, device="cuda"), **options,
-    )  # fmt: skip
-    assert_close(out, expected, tolerance("prefill", dataset, "output", dtype), "out")
-    written = sorted({i for i in write.tolist() if 0 <= i < slots} | set(targets))
-    for slot in written:
-        assert_close(pool[slot], expected_pool[slot], tolerance("prefill", dataset, "state", dtype), f"slot {slot}")
-    others = [slot for slot in range(slots) if slot not in written]
-    assert torch.equal(bits(pool[others]), bits(before[others]))
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -258,35 +174,6 @@ def test_E15_a_token_buffer_longer_than_the_sequences(path):
     assert torch.isfinite(out[:201]).all()
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("lengths", [[65, 64], [1, 63], [127, 1], [70, 130, 5]])
-@pytest.mark.parametrize("value", [1e4, math.nan, math.inf])
-def test_E8_neighbours_change_no_bit(lengths, value, path):
-    hv = 4
-    inputs = delta_inputs("gdn", "trained", sum(lengths), 2, hv, device="cuda")
-    cu = cu_seqlens(lengths, device="cuda")
-    n = len(lengths)
-    read = torch.arange(n, dtype=torch.int32, device="cuda")
-    pool = filled_pool(2 * n, hv, torch.float32, "trained", range(n))
-    spoiled_pool = pool.clone()
-    out = RUN[path](*inputs.tensors, pool, read, read + n, cu)
-    row = n // 2 if n > 2 else 0
-    begin, end = int(cu[row]), int(cu[row + 1])
-    spoiled = [x.clone() for x in inputs.tensors[:5]]
-    for tensor in spoiled:
-        tensor[:begin] = value
-        tensor[end:] = value
-    other = RUN[path](*spoiled, *inputs.tensors[5:], spoiled_pool, read, read + n, cu)
-    assert torch.equal(bits(out[begin:end]), bits(other[begin:end]))
-    assert torch.equal(bits(pool[n + row]), bits(spoiled_pool[n + row]))
-
-
-def equal_keys(tokens, size=1.0):
-    inputs = delta_inputs("gdn", "zero", tokens, 1, 2, device="cuda", packed=False)
-    inputs.k[:] = size * inputs.k[:1]
-    return inputs
-
-
 @pytest.mark.parametrize("tokens", [64, 200])
 def test_E7_equal_keys(tokens):
     """All keys equal, beta nearly 1, no decay: the triangular system at its worst still matches the recurrence."""
@@ -304,101 +191,8 @@ def test_E7_equal_keys(tokens):
     assert_close(pool[1], oracle[1], 0.01, "state")
 
 
-def test_E7_unnormalised_keys_that_diverge_spoil_no_other_sequence():
-    inputs = equal_keys(200, size=0.2)
-    inputs.k[100:] *= 0.2
-    inputs.b[:] = 12.0
-    pool = filled_pool(4, 2, torch.float32, "randn", (0, 1))
-    exact = pool.clone()
-    read, write = ids(0, 1, device="cuda"), ids(2, 3, device="cuda")
-    out = chunked(*inputs.tensors, pool, read, write, cu_seqlens([100, 100], device="cuda"), qk_l2norm=False)
-    assert torch.isfinite(out[100:]).all()
-    inputs.k[:100] *= 0.2
-    calm = chunked(*inputs.tensors, exact, read, write, cu_seqlens([100, 100], device="cuda"), qk_l2norm=False)
-    assert torch.equal(bits(out[100:]), bits(calm[100:]))
-    assert torch.equal(bits(pool[3]), bits(exact[3]))
-
-
-@pytest.mark.parametrize("long_length", [128, 10**6])
-def test_short_rows_are_left_to_another_kernel(long_length):
-    """Rows below `min_tokens`: neither state nor output is touched, and the others keep their bits."""
-    lengths, hv = (16, 17, 200, 1, 0), 4
-    inputs = delta_inputs("gdn", "trained", sum(lengths), 2, hv, device="cuda")
-    start = filled_pool(10, hv, torch.float32, "trained", range(10))
-    read, cu = torch.arange(5, dtype=torch.int32, device="cuda"), cu_seqlens(lengths, device="cuda")
-    results = []
-    for least in (0, 17):
-        pool = start.clone()
-        out = torch.full((sum(lengths), hv, 128), math.nan, dtype=torch.bfloat16, device="cuda")
-        chunked(*inputs.tensors, pool, read, read + 5, cu, out=out, min_tokens=least, long_length=long_length)
-        results.append((out, pool))
-    (whole, all_states), (out, pool) = results
-    assert torch.equal(bits(out[16:233]), bits(whole[16:233]))
-    assert out[:16].isnan().all()
-    assert out[233:].isnan().all()
-    assert torch.equal(bits(pool[6:8]), bits(all_states[6:8]))
-    others = [0, 1, 2, 3, 4, 5, 8, 9]
-    assert torch.equal(bits(pool[others]), bits(start[others]))
-
-
 def test_near_equal_keys_over_many_chunks():
     check([2048], hk=1, hv=2, dataset="correlated")
-
-
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_do_not_depend_on_batch_slots_or_place(dtype, path):
-    """Bitwise: alone, among others in another order, in place and copy-on-write."""
-    lengths = (130, 5, 64, 1, 200, 17)
-    n, hv = len(lengths), 4
-    inputs = delta_inputs("gdn", "trained", sum(lengths), 2, hv, device="cuda")
-    cu = cu_seqlens(lengths, device="cuda")
-    read = torch.arange(n, dtype=torch.int32, device="cuda")
-    start = filled_pool(2 * n, hv, dtype, "trained", range(n))
-    pool, in_place = start.clone(), start.clone()
-    out = RUN[path](*inputs.tensors, pool, read, read + n, cu)
-    again = RUN[path](*inputs.tensors, in_place, read, read, cu)
-    assert torch.equal(bits(out), bits(again))
-    assert torch.equal(bits(pool[n:]), bits(in_place[:n]))
-    for row in range(n):
-        begin, end = int(cu[row]), int(cu[row + 1])
-        part = inputs.rows(slice(begin, end))
-        alone = start.clone()
-        one = RUN[path](
-            *part.tensors,
-            alone,
-            ids(row, device="cuda"),
-            ids(2 * n - 1, device="cuda"),
-            cu_seqlens([end - begin], device="cuda"),
-        )
-        assert torch.equal(bits(one), bits(out[begin:end]))
-        assert torch.equal(bits(alone[2 * n - 1]), bits(pool[n + row]))
-    order = [4, 2, 0, 5, 3, 1]
-    index = torch.cat([torch.arange(int(cu[row]), int(cu[row + 1])) for row in order]).cuda()
-    moved = inputs.rows(index)
-    shuffled = start.clone()
-    chosen = read[order].contiguous()
-    mixed = RUN[path](
-        *moved.tensors, shuffled, chosen, chosen + n, cu_seqlens([lengths[row] for row in order], device="cuda")
-    )
-    assert torch.equal(bits(mixed), bits(out[index]))
-    assert torch.equal(bits(shuffled), bits(pool))
-
-
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("cut", [64, 65, 100, 128, 191])
-def test_causality_a_changed_suffix_changes_no_earlier_bit(cut, path):
-    inputs = delta_inputs("gdn", "trained", 200, 2, 4, device="cuda")
-    read, write, cu = ids(0, device="cuda"), ids(1, device="cuda"), cu_seqlens([200], device="cuda")
-    pool = filled_pool(2, 4, torch.float32, "trained", (0,))
-    out = RUN[path](*inputs.tensors, pool, read, write, cu)
-    other = delta_inputs("gdn", "randn", 200, 2, 4, device="cuda")
-    changed = [x.clone() for x in inputs.tensors[:5]]
-    for tensor, source in zip(changed, other.tensors):
-        tensor[cut:] = source[cut:]
-    later = RUN[path](*changed, *inputs.tensors[5:], pool, read, write, cu)
-    assert torch.equal(bits(out[:cut]), bits(later[:cut]))
-    assert not torch.equal(out[cut:], later[cut:])
 
 
 @pytest.mark.parametrize("cut", [1, 15, 63, 64, 100, 128, 299])
@@ -431,69 +225,6 @@ def test_prefill_equals_decode_steps():
         read = write
     assert_close(out, torch.cat(steps).double(), 0.006, "out")
     assert_close(pool[1], pool[2].double(), 0.01, "state")
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_D4_equal_repeats(dtype):
-    lengths = [1000, 130, 64, 5]
-    inputs = delta_inputs("gdn", "trained", sum(lengths), 4, 16, device="cuda")
-    pool = filled_pool(8, 16, dtype, "trained", range(4))
-    read, cu = torch.arange(4, dtype=torch.int32, device="cuda"), cu_seqlens(lengths, device="cuda")
-    first = chunked(*inputs.tensors, pool, read, read + 4, cu)
-    state = pool.clone()
-    for _ in range(1000):
-        out = chunked(*inputs.tensors, pool, read, read + 4, cu)
-        assert torch.equal(bits(out), bits(first))
-    assert torch.equal(bits(pool), bits(state))
-
-
-def test_graph_replay_follows_changed_ids_and_lengths():
-    hv, slots = 4, 5
-    inputs = delta_inputs("gdn", "randn", 200, 2, hv, device="cuda")
-    start = filled_pool(slots, hv, torch.float32, "randn", range(slots))
-    pool = start.clone()
-    read, write, cu = ids(0, 1, device="cuda"), ids(2, 3, device="cuda"), ids(0, 130, 200, device="cuda")
-    out = torch.zeros(200, hv, 128, dtype=torch.bfloat16, device="cuda")
-    public(*inputs.tensors, pool, read, write, cu, out=out)
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream):
-        public(*inputs.tensors, pool, read, write, cu, out=out)
-    for reads, writes, bounds in (
-        ((4, -1), (4, 0), (0, 3, 200)),
-        ((1, 2), (-1, 2), (0, 0, 64)),
-        ((0, 1), (2, 3), (0, 199, 200)),
-    ):
-        for target, values in ((read, reads), (write, writes), (cu, bounds)):
-            target.copy_(ids(*values))
-        pool.copy_(start)
-        eager = start.clone()
-        graph.replay()
-        expected = public(*inputs.tensors, eager, read, write, cu)
-        assert torch.equal(bits(out[: bounds[-1]]), bits(expected[: bounds[-1]]))
-        assert torch.equal(bits(pool), bits(eager))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "stride", "slots"), [(torch.float32, 540_672, 4100), (torch.bfloat16, 524_288, 4100)], ids=str
-)
-def test_B1_pools_larger_than_32_bit_offsets(dtype, stride, slots):
-    hv, tokens = 32, 70
-    memory = torch.empty(slots * stride, dtype=dtype, device="cuda")
-    pool = memory.as_strided((slots, hv, 128, 128), (stride, 128 * 128, 128, 1))
-    near, far, kept_near, kept_far = 2, slots - 1, 3, slots - 2
-    state = initial_states(1, hv).to("cuda", dtype)[0]
-    pool[near], pool[far] = state, state
-    one = delta_inputs("gdn", "randn", tokens, 16, hv, device="cuda")
-    two = [torch.cat([x, x]) for x in one.tensors[:5]]
-    both = ids(near, far, device="cuda")
-    plan = Checkpoints.from_lists([[(30, kept_near)], [(30, kept_far)]], device="cuda")
-    cu = cu_seqlens([tokens, tokens], device="cuda")
-    out = chunked(*two, *one.tensors[5:], pool, both, both, cu, checkpoints=plan)
-    assert torch.equal(out[:tokens], out[tokens:])
-    assert torch.equal(pool[near], pool[far])
-    assert torch.equal(pool[kept_near], pool[kept_far])
-    assert not torch.equal(pool[near], state)
 
 
 @pytest.mark.parametrize("scale", [None, 0.5])
