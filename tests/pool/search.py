@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from tests.pool.ledger_world import Violation, World
+from tests.pool.ledger_state import Violation
+from tests.pool.ledger_world import World
 
 #: Kinds of action that every alphabet has.
 BASE = frozenset({"admit", "hit", "drop", "step", "execute", "fence", "publish", "finish", "evict"})

@@ -15,7 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 import compact_state.pool as real
 import compact_state.pool.invariants
 import compact_state.pool.ledger  # noqa: F401  (the world reaches these modules through the package)
-from tests.pool.ledger_world import Violation, World
+from tests.pool.ledger_state import Violation
+from tests.pool.ledger_world import World
 from tests.pool.mutants import MUTANTS, Mutant, load
 from tests.pool.search import ALPHABETS, at_random, breadth_first, hunt
 
