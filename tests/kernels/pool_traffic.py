@@ -11,7 +11,6 @@ from __future__ import annotations
 import random
 import time
 from collections import deque
-from dataclasses import dataclass, field
 
 import torch
 
@@ -21,8 +20,6 @@ from compact_state.pool import (
     CapacityError,
     CheckpointIndex,
     CudaFence,
-    IndexEntry,
-    IoLease,
     Lifecycle,
     Phase,
     PrefixKey,
@@ -34,12 +31,10 @@ from compact_state.pool import (
 )
 from compact_state.pool.invariants import violations
 from compact_state.pool.pool import POISON_BYTE
-from compact_state.pool.prefix import TOKEN_BYTES
-from tests.kernels.pool_traffic_model import HV, SIZE, VOCAB, WEIGHTS, Job, Model, Run, make_trace
+from tests.kernels.pool_traffic_model import HV, SIZE, VOCAB, WEIGHTS, Job, LateFence, Model, Run, make_trace
+from tests.kernels.pool_traffic_store import INTERVAL, HostStore
 
-CHUNK, INTERVAL, DEPTH = 44, 20, 3
-PINNED = 24  # host buffers of the store
-KEPT = 24  # stored payloads that are compared with a recomputation
+CHUNK, DEPTH = 44, 3
 TIME_LIMIT = 300.0
 #: Error of a token's head relative to the larger of its own and the head's RMS. A wrong state is off by tenths.
 ALLOWED = 0.1
@@ -47,60 +42,11 @@ ALLOWED = 0.1
 ALLOWED_RMS = 0.012
 
 
-class LateFence:
-    """A CPU step is done at once; its fence passes some polls later, as a device's would."""
-
-    def __init__(self, polls: int) -> None:
-        self.polls = polls
-
-    def passed(self) -> bool:
-        self.polls -= 1
-        return self.polls < 0
-
-    def wait(self) -> None:
-        self.polls = 0
-
-
-class Transfer:
-    """One copy between a slot and a host buffer on the transfer stream; on a CPU it happens at its end."""
-
-    def __init__(self, traffic: Traffic, target: torch.Tensor, source: torch.Tensor, after: object = None) -> None:
-        self.polls, self.target, self.source = traffic.rng.randint(1, 6), target, source
-        self.event = None
-        if traffic.cuda:
-            with torch.cuda.stream(traffic.transfers):
-                if after is not None:
-                    traffic.transfers.wait_event(after)
-                if traffic.rng.random() < 0.7:
-                    torch.cuda._sleep(traffic.rng.randrange(3_000_000))
-                target.copy_(source, non_blocking=True)
-                self.event = torch.cuda.Event()
-                self.event.record(traffic.transfers)
-
-    def done(self) -> bool:
-        if self.event is not None:
-            return self.event.query()
-        self.polls -= 1
-        if self.polls == 0:
-            self.target.copy_(self.source)
-        return self.polls <= 0
-
-
-@dataclass
-class Io:
-    lease: IoLease
-    buffer: int
-    transfer: Transfer | None = None
-    name: tuple[int, str] | None = None
-    rows: list[int] = field(default_factory=list)
-    digest: torch.Tensor | None = None
-    event: object = None
-    ok: bool = True
-
-
 class Traffic:
     """A scheduler and a store over one pool, driven by one seeded generator. `queued`: freed slots are filled with NaN
     in stream order without a wait, and slots are handed on at launch ("early"); else at the fence."""
+
+    store_type = HostStore
 
     def __init__(self, device: str, requests: int, *, seed: int, queued: bool) -> None:
         self.rng = random.Random(seed)
@@ -120,9 +66,7 @@ class Traffic:
         self.life = Lifecycle(self.ledger, self.index, self.pool)
         self.table = StateIdTable(self.max_running, device=device, depth=DEPTH)
         self.staging = torch.zeros(DEPTH, 4 * self.step_tokens, dtype=torch.int32, pin_memory=self.cuda)
-        self.host = torch.zeros(PINNED, self.pool.slot_bytes, dtype=torch.uint8, pin_memory=self.cuda)
-        numbers = torch.randint(-(2**62), 2**62, (self.pool.slot_bytes // 8,), generator=torch.Generator())
-        self.factors = (numbers | 1, (numbers | 1).to(device))
+        self.store = self.store_type(self)
         self.jobs = deque(make_trace(requests, self.rng))
         self.job_of: dict[int, Job] = {}
         self.waiting: deque[StateRequest] = deque()
@@ -132,18 +76,13 @@ class Traffic:
         self.outputs: list[list[torch.Tensor]] = [[] for _ in self.model.layers]
         self.rows_out = 0
         self.weights = 0
-        self.io: list[Io] = []
-        self.free_buffers = list(range(PINNED))
-        self.stored: dict[tuple[int, str], tuple[int, list[int]]] = {}
-        self.digests: list[tuple[int, torch.Tensor]] = []
-        self.kept: list[tuple[torch.Tensor, list[int]]] = []
         self.faults: list[str] = []
         self.counts = dict.fromkeys(
             ("steps", "finished", "cancelled", "preempted", "failed", "weights", "sleeps", "puts", "loads"), 0
         )
         self.phases: set[str] = set()
         if self.cuda:
-            self.compute, self.transfers = torch.cuda.Stream(), torch.cuda.Stream()
+            self.compute = torch.cuda.Stream()
             torch.cuda.synchronize()
 
     # The loop
@@ -173,7 +112,7 @@ class Traffic:
             self.job_of[job.number] = job
             self.waiting.append(self.life.add(job.number, PrefixKey(job.tokens[: job.prompt])))
         self.table.step_done(self.life.poll())
-        self._transfers()
+        self.store.progress()
         if rng.random() < 0.15:
             self._cancel(rng.choice([*self.waiting, *self.running]))
         if self.running and rng.random() < 0.1:
@@ -182,14 +121,14 @@ class Traffic:
             self._sleep()
         if rng.random() < self.storms / 60:
             self._new_weights()
-        self._begin_loads()
+        self.store.begin_loads()
         self._admit()
         if not self._step() and self.cuda:
             time.sleep(5e-5)
-        self._begin_puts()
+        self.store.begin_puts()
         if turn % 16 == 0:
             self.faults += violations(self.ledger, self.index)
-        if turn % 32 == 0 and all(io.lease.kind == "put" for io in self.io):
+        if turn % 32 == 0 and all(io.lease.kind == "put" for io in self.store.io):
             self._canaries()
 
     def _cancel(self, request: StateRequest) -> None:
@@ -215,7 +154,7 @@ class Traffic:
         self.counts["weights"] += 1
 
     def _sleep(self) -> None:
-        self.life.sleep(deadline_s=20.0, progress=self._transfers)
+        self.life.sleep(deadline_s=20.0, progress=self.store.progress)
         for request in self.running:
             self._forget(request)
         self.waiting.extendleft(self.running)
@@ -359,104 +298,6 @@ class Traffic:
             self.waiting.appendleft(request)
             self._forget(request)
 
-    # The store
-
-    def _begin_puts(self) -> None:
-        if self.rng.random() > 0.5 or self.ledger.mode != "run":
-            return
-        fresh = [entry for entry in self.index.entries() if not entry.stored]
-        if not fresh or not (self.free_buffers or self._drop_stored()):
-            return
-        entry = self.rng.choice(fresh)
-        lease = self.life.begin_put(entry)
-        if lease is None:
-            return
-        entry.stored = True
-        # Queued behind the kernels that made the checkpoint: what the transfer has to find, whenever it looks.
-        digest = self._digest(self.pool.memory[lease.handle.slot], self.factors[1])
-        io = Io(lease, self.free_buffers.pop(), name=(self.ledger.epoch, entry.digest()), digest=digest)
-        io.ok = self.rng.random() < 0.95
-        io.rows = self._rows_of(entry)
-        self.io.append(io)
-
-    def _rows_of(self, entry: IndexEntry) -> list[int]:
-        text = entry.key.slice(0, entry.position)
-        tokens = (int.from_bytes(text[at : at + TOKEN_BYTES], "little") for at in range(0, len(text), TOKEN_BYTES))
-        return [self.weights * VOCAB + token for token in tokens]
-
-    def _drop_stored(self) -> bool:
-        used = {io.buffer for io in self.io}
-        for name, (buffer, _) in self.stored.items():
-            if buffer not in used:
-                del self.stored[name]
-                self.free_buffers.append(buffer)
-                return True
-        return False
-
-    def _begin_loads(self) -> None:
-        if self.rng.random() > 0.5:
-            return
-        for request in self.waiting:
-            if request.phase is not Phase.WAITING:
-                continue
-            near = self.index.lookup(request.key).position
-            for position in range((len(request.key) - 1) // INTERVAL * INTERVAL, near, -INTERVAL):
-                found = self.stored.get((self.ledger.epoch, request.key.digest(position)))
-                if found is None:
-                    continue
-                lease = self.life.begin_load(request, position)
-                if lease is not None and all(io.lease is not lease for io in self.io):
-                    io = Io(lease, found[0], ok=self.rng.random() < 0.9)
-                    if self.cuda and self.queued:
-                        # The slot's fill with NaN may still be queued on the compute stream.
-                        io.event = torch.cuda.Event()
-                        io.event.record(self.compute)
-                    self.io.append(io)
-                break
-
-    def _transfers(self) -> None:
-        """Starts transfers whose fence has passed and takes in those that are done."""
-        self.life.poll()
-        for io in list(self.io):
-            lease = io.lease
-            put = lease.kind == "put"
-            if io.transfer is None:
-                if lease.revoked:
-                    self.io.remove(io)
-                    self.free_buffers.append(io.buffer)
-                    self.ledger.put_end(lease.op, ok=False)
-                elif self.ledger.may_start(lease):
-                    slot, host = self.pool.memory[lease.handle.slot], self.host[io.buffer]
-                    io.transfer = Transfer(self, host if put else slot, slot if put else host, io.event)
-            elif io.transfer.done():
-                self.io.remove(io)
-                self._end_put(io) if put else self._end_load(io)
-
-    def _end_put(self, io: Io) -> None:
-        found = int(self._digest(self.host[io.buffer], self.factors[0]))
-        if not io.lease.revoked:
-            self.digests.append((found, io.digest))
-        outcome = self.ledger.put_end(io.lease.op, ok=io.ok)
-        if outcome is None or not outcome.ok:
-            self.free_buffers.append(io.buffer)
-            return
-        self.counts["puts"] += 1
-        if len(self.kept) < KEPT:
-            self.kept.append((self.host[io.buffer].clone(), io.rows))
-        if io.name in self.stored:
-            self.free_buffers.append(io.buffer)
-        else:
-            self.stored[io.name] = (io.buffer, io.rows)
-
-    def _end_load(self, io: Io) -> None:
-        outcome = self.life.end_load(io.lease.op, ok=io.ok)
-        self.counts["loads"] += outcome is not None and outcome.ok
-
-    @staticmethod
-    def _digest(record: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        """A number that any change of the record's bytes changes, all but surely; the same on every device."""
-        return (record.view(torch.int64) * factors).sum()
-
     # Checks
 
     def _canaries(self) -> None:
@@ -469,8 +310,8 @@ class Traffic:
     def _settle(self) -> None:
         """Everything outstanding ends; then every slot is free or a checkpoint, and no lease is open."""
         self.life.fences.wait_all()
-        while self.io:
-            self._transfers()
+        while self.store.io:
+            self.store.progress()
         ledger = self.ledger
         self.faults += violations(ledger, self.index)
         held = self.slots - len(ledger.free) - len(ledger.evictable)
@@ -482,9 +323,9 @@ class Traffic:
         self._check_records()
         self._canaries()
         self._check_outputs()
-        changed = sum(found != int(expected) for found, expected in self.digests)
+        changed = sum(found != int(expected) for found, expected in self.store.digests)
         if changed:
-            self.faults.append(f"{changed} of {len(self.digests)} stored payloads are not what was published")
+            self.faults.append(f"{changed} of {len(self.store.digests)} stored payloads are not what was published")
         self._new_weights()
         if len(self.ledger.free) != self.slots:
             self.faults.append(f"{self.slots - len(self.ledger.free)} slots leaked")
@@ -494,9 +335,9 @@ class Traffic:
 
     def _check_records(self) -> None:
         """Stored payloads and cached slots hold the state after the tokens that their keys name."""
-        records = list(self.kept)
+        records = list(self.store.kept)
         for entry in self.index.entries():
-            records.append((self.pool.slot_bytes_of(entry.handle), self._rows_of(entry)))
+            records.append((self.pool.slot_bytes_of(entry.handle), self.store.rows_of(entry)))
         if not records:
             return
         actual, expected = (StatePool(self.model.layout, len(records), device=self.model.device) for _ in range(2))

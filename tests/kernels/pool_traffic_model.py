@@ -91,6 +91,20 @@ class Model:
         return [torch.cat(parts) for parts in outputs]
 
 
+class LateFence:
+    """A CPU step is done at once; its fence passes some polls later, as a device's would."""
+
+    def __init__(self, polls: int) -> None:
+        self.polls = polls
+
+    def passed(self) -> bool:
+        self.polls -= 1
+        return self.polls < 0
+
+    def wait(self) -> None:
+        self.polls = 0
+
+
 @dataclass
 class Job:
     """A request of the trace: all its tokens, generated ones included."""

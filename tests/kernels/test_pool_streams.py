@@ -19,6 +19,7 @@ from compact_state.cute_kernels import Checkpoints
 from compact_state.pool import CheckpointIndex, CudaFence, Lifecycle, PrefixKey, StateIdTable, StatePool, StepRow
 from tests.kernels.pool_traffic import Traffic
 from tests.kernels.pool_traffic_model import VOCAB, WEIGHTS, Model
+from tests.kernels.pool_traffic_store import HostStore
 
 REQUESTS = int(os.environ.get("COMPACT_STATE_STREAM_REQUESTS", "2000"))
 
@@ -78,11 +79,12 @@ class EndsLeasesAtTheirStart(Traffic):
 
     noticed = "stored payloads"
 
-    def _begin_puts(self):
-        before = len(self.io)
-        super()._begin_puts()
-        for io in self.io[before:]:
-            self.ledger.put_end(io.lease.op, ok=True)
+    class store_type(HostStore):
+        def begin_puts(self):
+            before = len(self.io)
+            super().begin_puts()
+            for io in self.io[before:]:
+                self.traffic.ledger.put_end(io.lease.op, ok=True)
 
 
 class StartsBeforeTheFence(Traffic):
@@ -90,13 +92,14 @@ class StartsBeforeTheFence(Traffic):
 
     noticed = "stored payloads"
 
+    class store_type(HostStore):
+        def begin_puts(self):
+            super().begin_puts()
+            self.progress()
+
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
         self.ledger.may_start = lambda lease: True
-
-    def _begin_puts(self):
-        super()._begin_puts()
-        self._transfers()
 
 
 def planted(device: str, bug: type[Traffic], requests: int) -> None:
