@@ -7,7 +7,8 @@ import math
 
 import pytest
 import torch
-from gdn_prefill_case import DTYPES, PATHS, RUN, bits, check, chunked, equal_keys, filled_pool, public
+from gdn_prefill_case import PATHS, RUN, check, chunked, equal_keys, public
+from prefill_case import DTYPES, bits, filled_pool
 
 from compact_state.cute_kernels import Checkpoints, gdn_decode, reference
 from compact_state.cute_kernels.reference.datasets import DATASETS, RAGGED_LENGTHS, cu_seqlens, delta_inputs, ids

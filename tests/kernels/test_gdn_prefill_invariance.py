@@ -6,7 +6,8 @@ import math
 
 import pytest
 import torch
-from gdn_prefill_case import DTYPES, PATHS, RUN, bits, chunked, equal_keys, filled_pool, public
+from gdn_prefill_case import PATHS, RUN, chunked, equal_keys, public
+from prefill_case import DTYPES, bits, filled_pool
 
 from compact_state.cute_kernels import Checkpoints
 from compact_state.cute_kernels.reference.datasets import cu_seqlens, delta_inputs, ids, initial_states

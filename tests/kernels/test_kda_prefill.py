@@ -6,23 +6,22 @@ import math
 
 import pytest
 import torch
+from prefill_case import DTYPES, bits, check_inputs, filled_pool
 
-from compact_state.cute_kernels import Checkpoints, kda_launch, kda_prefill, reference
+from compact_state.cute_kernels import Checkpoints, kda_launch, kda_prefill
 from compact_state.cute_kernels.reference.datasets import (
     DATASETS,
     RAGGED_LENGTHS,
     cu_seqlens,
     delta_inputs,
     ids,
-    initial_states,
     make_pool,
 )
-from compact_state.cute_kernels.reference.metrics import assert_close, tolerance
+from compact_state.cute_kernels.reference.metrics import assert_close
 
 pytestmark = pytest.mark.gpu
 
 LENGTHS = (0, 1, 2, 3, 15, 16, 17, 31, 63, 64, 65, 127, 130, 1000)
-DTYPES = (torch.float32, torch.bfloat16)
 BOUNDS = (None, -2.0, -3.0, -5.0, -5.9)
 PATHS = ("public", "chunked")
 
@@ -43,64 +42,10 @@ def chunked(q, k, v, *arguments, out=None, checkpoints=None, scale=None, qk_l2no
 RUN = {"public": public, "chunked": chunked}
 
 
-def bits(tensor):
-    return tensor.contiguous().view(torch.uint8)
-
-
-def filled_pool(slots, hv, dtype, dataset, used):
-    """A NaN-filled pool on the GPU whose `used` slots hold states."""
-    pool = make_pool(slots, (hv, 128, 128), dtype, device="cuda")
-    for slot, state in zip(used, initial_states(len(used), hv, dataset=dataset).to("cuda", dtype)):
-        pool[slot] = state
-    return pool
-
-
-def oracle(inputs, pool, read, write, cu, **options):
-    """Outputs of the float64 recurrence; `pool` (float64) is advanced."""
-    out = torch.empty(*inputs.v.shape, dtype=torch.float64, device="cuda")
-    reference.kda_prefill(
-        *inputs.tensors, pool, read, write, cu, out=out, compute_dtype=torch.float64, **inputs.gate_options, **options
-    )
-    return out
-
-
-def check_inputs(
-    inputs, lengths, dataset, dtype=torch.float32, path="chunked", kept=None, read=None, write=None, **options
-):
-    """Run, compare outputs, written slots and checkpoints, and that every other slot keeps its bits.
-
-    `kept` is one list of token counts a sequence; each gets a slot of its own.
-    """
-    n, total, hv = len(lengths), sum(lengths), inputs.v.shape[1]
-    entries = sum(len(ends) for ends in kept) if kept else 0
-    slots = 2 * n + entries + 1
-    order = torch.randperm(slots, generator=torch.Generator().manual_seed(total)).tolist()
-    read = ids(*order[:n], device="cuda") if read is None else read
-    write = ids(*order[n : 2 * n], device="cuda") if write is None else write
-    pool = filled_pool(slots, hv, dtype, dataset, sorted({i for i in read.tolist() if 0 <= i < slots}))
-    plan, targets = None, []
-    if kept:
-        free = iter(order[2 * n :])
-        pairs = [[(end, next(free)) for end in ends] for ends in kept]
-        targets = [slot for row in pairs for _, slot in row]
-        plan = Checkpoints.from_lists(pairs, device="cuda")
-    expected_pool, before = pool.double(), pool.clone()
-    out = torch.full((total, hv, 128), math.nan, dtype=torch.bfloat16, device="cuda")
-    cu = cu_seqlens(list(lengths), device="cuda")
-    RUN[path](*inputs.tensors, pool, read, write, cu, out=out, checkpoints=plan, **inputs.gate_options, **options)
-    expected = oracle(inputs, expected_pool, read, write, cu, checkpoints=plan, **options)
-    assert_close(out, expected, tolerance("prefill", dataset, "output", dtype), "out")
-    written = sorted({i for i in write.tolist() if 0 <= i < slots} | set(targets))
-    for slot in written:
-        assert_close(pool[slot], expected_pool[slot], tolerance("prefill", dataset, "state", dtype), f"slot {slot}")
-    others = [slot for slot in range(slots) if slot not in written]
-    assert torch.equal(bits(pool[others]), bits(before[others]))
-
-
-def check(lengths, hk=2, hv=4, dataset="randn", lower_bound=None, **options):
+def check(lengths, hk=2, hv=4, dataset="randn", lower_bound=None, path="chunked", **options):
     total = sum(lengths)
     inputs = delta_inputs("kda", dataset, total, hk, hv, lower_bound=lower_bound, device="cuda", seed=total + hv)
-    check_inputs(inputs, lengths, dataset, **options)
+    check_inputs(RUN[path], inputs, lengths, dataset, **options)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -129,7 +74,7 @@ def test_E10_constant_decay(decay, dataset):
     inputs.A_log.zero_()
     inputs.dt_bias.zero_()
     inputs.gate.fill_(math.log(math.expm1(-decay)) if decay else -1000.0)
-    check_inputs(inputs, [400], dataset)
+    check_inputs(chunked, inputs, [400], dataset)
 
 
 @pytest.mark.parametrize("tokens", [64, 300])
@@ -143,7 +88,7 @@ def test_E1_spikes_and_steep_gates_without_a_bound(tokens):
             inputs.gate[10, :, 3] = 2661.0
         if raw == -1000.0:
             inputs.gate[..., ::2] = 50.0
-        check_inputs(inputs, [tokens], "zero")
+        check_inputs(chunked, inputs, [tokens], "zero")
 
 
 def test_E3_the_same_first_tokens_through_every_form():
@@ -306,7 +251,7 @@ def test_E7_equal_keys(tokens, logit):
     inputs = delta_inputs("kda", "zero", tokens, 1, 2, device="cuda", packed=False)
     inputs.k[:] = inputs.k[:1]
     inputs.b[:] = logit
-    check_inputs(inputs, [tokens], "correlated")
+    check_inputs(chunked, inputs, [tokens], "correlated")
 
 
 @pytest.mark.parametrize("lower_bound", [None, -5.0])
@@ -412,4 +357,4 @@ def test_scale_and_l2norm_options(scale, l2norm):
     inputs = delta_inputs("kda", "randn", 200, 2, 4, device="cuda")
     if not l2norm:
         inputs.k.mul_(0.05)
-    check_inputs(inputs, [130, 70], "randn", scale=scale, qk_l2norm=l2norm)
+    check_inputs(chunked, inputs, [130, 70], "randn", scale=scale, qk_l2norm=l2norm)
