@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -45,3 +47,20 @@ def test_a_built_entry_is_not_built_again():
     stamp = path.stat().st_mtime_ns
     assert build_all([entry], 1, progress=False) == [(entry, path, report)]
     assert path.stat().st_mtime_ns == stamp
+
+
+def test_J12_building_and_linking_call_no_cuda_toolkit(tmp_path):
+    """A slim image without nvcc: whatever of the toolkit is on the path fails when it is called, and says that it was."""
+    tools, called = tmp_path / "tools", tmp_path / "called"
+    tools.mkdir()
+    for name in ("nvcc", "ptxas", "nvlink", "fatbinary", "cicc"):
+        (tools / name).write_text(f"#!/bin/sh\necho {name} >> {called}\nexit 1\n")
+        (tools / name).chmod(0o755)
+    env = {name: value for name, value in os.environ.items() if name not in ("CUDA_HOME", "CUDA_PATH")}
+    env |= {"PATH": f"{tools}:{os.environ['PATH']}", "COMPACT_STATE_CACHE_DIR": str(tmp_path / "cache")}
+    command = "compact_state.cute_kernels.compile.build", "--only", "state_ids", "--jobs", "1", "--shared"
+    subprocess.run(
+        [sys.executable, "-m", *command, "--out", str(tmp_path / "library")], env=env, check=True, capture_output=True
+    )
+    assert (tmp_path / "library" / "compact_state_kernels.so").stat().st_size > 0
+    assert not called.exists()

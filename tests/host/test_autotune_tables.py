@@ -192,7 +192,7 @@ for kind in recurrent.KINDS:
 """
 
 
-def test_two_ranks_choose_alike_and_a_rank_that_reads_another_table_stays_legal(tmp_path):
+def test_J2_two_ranks_choose_alike_and_a_rank_that_reads_another_table_stays_legal(tmp_path):
     """Ranks read the same shipped files. One that was pointed elsewhere differs in speed alone: same kinds, same dtypes."""
 
     def rank(where: str | None) -> list[str]:
