@@ -19,7 +19,7 @@ from .configs.conv1d import WIDTHS
 from .delta_rule import check_checkpoints
 from .draft_log import DraftLog
 from .errors import InvalidArgumentError, UnsupportedConfigError
-from .ranges import annotated
+from .opaque import operator
 from .validation import (
     ALIGNMENT,
     FLOAT_DTYPES,
@@ -137,7 +137,7 @@ def _check_draft(
         raise InvalidArgumentError("draft_log", f"{log.batch} log rows", f"at least {sequences}, or rows")
 
 
-@annotated
+@operator("conv_state")
 def causal_conv1d_prefill(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -188,7 +188,7 @@ def causal_conv1d_prefill(
     return out
 
 
-@annotated
+@operator("conv_state")
 def causal_conv1d_decode(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -256,7 +256,7 @@ def _decode(
     return out
 
 
-@annotated
+@operator("conv_state", "draft_log.x")
 def causal_conv1d_verify(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -300,7 +300,7 @@ def causal_conv1d_verify(
     return out
 
 
-@annotated
+@operator("conv_state")
 def causal_conv1d_commit(
     conv_state: torch.Tensor,
     read_ids: torch.Tensor,

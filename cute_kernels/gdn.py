@@ -11,11 +11,11 @@ from . import prefill_launch, reference, verify_launch
 from .checkpoints import Checkpoints
 from .delta_rule import check_arguments, check_checkpoints, check_commit_arguments, check_log, kind_of, launch_decode
 from .draft_log import DraftLog
-from .ranges import annotated
+from .opaque import operator
 from .validation import Backend, uses_kernels
 
 
-@annotated
+@operator("state")
 def gdn_prefill(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -71,7 +71,7 @@ def gdn_prefill(
     return out
 
 
-@annotated
+@operator("state")
 def gdn_decode(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -124,7 +124,7 @@ def gdn_decode(
     )
 
 
-@annotated
+@operator("state", "draft_log.k", "draft_log.u", "draft_log.g")
 def gdn_verify(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -199,7 +199,7 @@ def gdn_verify(
     return out
 
 
-@annotated
+@operator("state")
 def gdn_commit(
     state: torch.Tensor,
     read_ids: torch.Tensor,

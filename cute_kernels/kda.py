@@ -11,11 +11,11 @@ from . import prefill_launch, reference, verify_launch
 from .checkpoints import Checkpoints
 from .delta_rule import check_arguments, check_checkpoints, check_commit_arguments, check_log, kind_of, launch_decode
 from .draft_log import DraftLog
-from .ranges import annotated
+from .opaque import operator
 from .validation import Backend, uses_kernels
 
 
-@annotated
+@operator("state")
 def kda_prefill(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -80,7 +80,7 @@ def kda_prefill(
     return out
 
 
-@annotated
+@operator("state")
 def kda_decode(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -136,7 +136,7 @@ def kda_decode(
     )
 
 
-@annotated
+@operator("state", "draft_log.k", "draft_log.u", "draft_log.g")
 def kda_verify(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -215,7 +215,7 @@ def kda_verify(
     return out
 
 
-@annotated
+@operator("state")
 def kda_commit(
     A_log: torch.Tensor,
     dt_bias: torch.Tensor,

@@ -12,12 +12,12 @@ import torch
 from . import reference
 from .draft_log import DraftLog
 from .layer_launch import check_arguments, compose_verify, launch_decode, verify_arguments
-from .ranges import annotated
+from .opaque import operator
 from .reference.layer import GateActivation
 from .validation import Backend, uses_kernels
 
 
-@annotated
+@operator("conv_state", "state", "draft_log.k", "draft_log.u", "draft_log.g", "draft_log.x")
 def gdn_layer_decode(
     x: torch.Tensor,
     a: torch.Tensor,
@@ -109,7 +109,7 @@ def gdn_layer_decode(
     )
 
 
-@annotated
+@operator("conv_state", "state", "draft_log.k", "draft_log.u", "draft_log.g", "draft_log.x")
 def kda_layer_decode(
     x: torch.Tensor,
     g: torch.Tensor,

@@ -8,14 +8,14 @@ from . import reference
 from .compile.cache import jit_cache
 from .configs.state_ids import COUNTS, HALF, NEXT_IDS, StateIdsKey
 from .errors import InvalidArgumentError
-from .ranges import annotated
+from .opaque import operator
 from .validation import Backend, check_ids, uses_kernels
 
 _advance = jit_cache("state_ids")
 KEY = StateIdsKey()
 
 
-@annotated
+@operator("read_ids", "write_ids", "positions", "log_half")
 def advance_state_ids(
     read_ids: torch.Tensor,
     write_ids: torch.Tensor,
