@@ -13,6 +13,8 @@ from compact_state.pool.store_keys import HEADER_BYTES, Header
 from compact_state.pool.store_types import StoreSettings
 from tests.pool.store_rig import Rig
 
+#: Where an engine's slots are. In GPU memory every transfer passes the pinned ring.
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 #: Limits that suit a slow machine, and leases that run out in half a second.
 LIVE = StoreSettings(
     workers=2, put_deadline_s=20.0, get_deadline_s=20.0, find_deadline_s=20.0, breaker_cooldown_s=0.2,
@@ -36,17 +38,18 @@ class Borrowed:
 class Cluster:
     """The processes, two clients that engines take by turns, and engines that are closed and checked at the end."""
 
-    def __init__(self, folder: Any, **options: Any) -> None:
+    def __init__(self, folder: Any, device: str = "cpu", **options: Any) -> None:
+        self.device = device
         self.mooncake = LoopbackMooncake(folder, **options)
         self.clients = [self.mooncake.config.connect() for _ in range(2)]
         self.side = self.clients[0]
         self.rigs: list[Rig] = []
 
-    def rig(self, ranks: int = 1, **options: Any) -> Rig:
+    def rig(self, ranks: int = 1, kind: type[Rig] = Rig, **options: Any) -> Rig:
         """An engine; the next one has another client."""
         first = len(self.rigs) + 1
         clients = [StoreClient(Borrowed(self.clients[(first + rank) % 2]._raw)) for rank in range(ranks)]
-        self.rigs.append(Rig(clients, **{"settings": LIVE, **options}))
+        self.rigs.append(kind(clients, **{"settings": LIVE, "device": self.device, **options}))
         return self.rigs[-1]
 
     def raw_get(self, key: str) -> bytes:

@@ -112,9 +112,13 @@ class Rig:
         self.fill(plan.write_ids[0], request.key, start + tokens)
         for end, slot in zip(plan.ends, plan.slots):
             self.fill(slot, request.key, start + end)
-        self.life.launched(plan.step, fence)
+        self.life.launched(plan.step, fence or self.fence())
         self.life.poll()
         return plan.entries
+
+    def fence(self) -> Any:
+        """Comes after a step's writes; None: they are done when `run` queues it."""
+        return None
 
     def checkpoint(self, tokens: Sequence[int], **key: Any) -> IndexEntry:
         """A finished request whose last state is a checkpoint."""

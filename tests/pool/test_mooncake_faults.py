@@ -7,18 +7,18 @@ from dataclasses import replace
 
 import pytest
 
-from tests.pool.mooncake_fixture import LIVE, cluster
+from tests.pool.mooncake_fixture import DEVICES, LIVE, cluster
 from tests.pool.store_rig import Rig
 
-pytestmark = pytest.mark.mooncake
+pytestmark = [pytest.mark.mooncake, DEVICES]
 MIB_HEADS = 255
 PROMPT = list(range(20))
 
 
 @pytest.fixture
-def store(tmp_path, request):
+def store(tmp_path, request, device):
     """Its times of expiry can be set by a test's parameter."""
-    with cluster(tmp_path, **getattr(request, "param", {})) as running:
+    with cluster(tmp_path, device=device, **getattr(request, "param", {})) as running:
         yield running
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from compact_state.pool import CapacityError, Phase, StateRequest
 from compact_state.pool.invariants import check
-from tests.pool.mooncake_fixture import LIVE, Cluster, cluster
+from tests.pool.mooncake_fixture import DEVICES, LIVE, Cluster, cluster
 from tests.pool.store_rig import Rig
 
 pytestmark = pytest.mark.mooncake
@@ -244,9 +244,10 @@ class Run:
             time.sleep(0.001)
 
 
+@DEVICES
 @pytest.mark.timeout(60 + OPS)
-def test_random_traffic_with_faults(tmp_path):
-    with cluster(tmp_path, segment_bytes=16 << 20) as store:
+def test_random_traffic_with_faults(tmp_path, device):
+    with cluster(tmp_path, device=device, segment_bytes=16 << 20) as store:
         run = Run(store, seed=OPS)
         begun = time.monotonic()
         for number in range(1, OPS + 1):
