@@ -35,13 +35,13 @@ class IoLease:
         "succeeded",
     )
 
-    def __init__(self, op: int, kind: str, handle: SlotHandle, ranks: int) -> None:
+    def __init__(
+        self, op: int, kind: str, handle: SlotHandle, ranks: int, after_step: int, position: int, epoch: int
+    ) -> None:
         self.op, self.kind, self.handle = op, kind, handle
         self.pending = (1 << ranks) - 1
         self.succeeded = self.failed = 0
-        self.after_step = 0
-        self.position = 0
-        self.epoch = 0
+        self.after_step, self.position, self.epoch = after_step, position, epoch
         self.deadline: float | None = None
         self.entry: object | None = None
         self.cancelled = False
@@ -75,14 +75,14 @@ class LeaseLedger(CacheLedger):
         if self.puts_in_flight >= self.max_puts:
             self.counters.e_capacity += 1
             raise CapacityError(f"{self.puts_in_flight} puts in flight, {self.max_puts} allowed")
-        if self._counts_as_reachable(rec) and self.reachable - 1 < self.demand:
+        if self._starves(rec):
             self.counters.e_capacity += 1
             raise CapacityError(f"a put of slot {rec.slot} would pin a slot that admitted requests may need")
         self._pin(rec)
         rec.puts += 1
         self.puts_in_flight += 1
         self.counters.puts += 1
-        return self._lease("put", rec, deadline)
+        return self._lease("put", rec, rec.write_step, rec.position, deadline)
 
     def put_end(self, op: int, *, rank: int = 0, ok: bool, error: ErrorClass = ErrorClass.IO) -> IoOutcome | None:
         """One rank's terminal completion of a put. An outcome once all ranks are terminal; None before, or if stale."""
@@ -96,7 +96,7 @@ class LeaseLedger(CacheLedger):
         fault = self._fault(lease, error)
         if fault is None:
             self.counters.puts_ok += 1
-        return IoOutcome(lease, fault is None, fault)
+        return tuple.__new__(IoOutcome, (lease, fault is None, fault))
 
     def get_begin(
         self, position: int, entry: object, *, deadline: float | None = None, after_step: int = 0
@@ -118,8 +118,8 @@ class LeaseLedger(CacheLedger):
         rec = self.free[-1]
         wait = max(rec.write_step, rec.read_step, after_step)
         rec = self._take(rec.write_step)
-        lease = self._lease("get", rec, deadline)
-        lease.after_step, lease.position, lease.entry = wait, position, entry
+        lease = self._lease("get", rec, wait, position, deadline)
+        lease.entry = entry
         rec.get_op = lease.op
         self.gets_in_flight += 1
         self.counters.gets += 1
@@ -150,7 +150,7 @@ class LeaseLedger(CacheLedger):
             self.counters.gets_ok += 1
             self.log.append((self.submitted, "load", rec.slot, rec.position))
         self._settle(rec)
-        return IoOutcome(lease, usable, fault)
+        return tuple.__new__(IoOutcome, (lease, usable, fault))
 
     def may_start(self, lease: IoLease) -> bool:
         """Whether the transfer may touch memory now: the fence it waits for has passed and it is not revoked."""
@@ -179,12 +179,11 @@ class LeaseLedger(CacheLedger):
             self.log.append((self.submitted, "quarantine", rec.slot, rec.position))
         return late
 
-    def _lease(self, kind: str, rec: SlotRecord, deadline: float | None) -> IoLease:
+    def _lease(self, kind: str, rec: SlotRecord, after_step: int, position: int, deadline: float | None) -> IoLease:
         op = self._next_op
         self._next_op += 1
-        lease = IoLease(op, kind, self.handle(rec), self.ranks)
-        lease.after_step = max(rec.write_step, rec.read_step) if kind == "get" else rec.write_step
-        lease.position, lease.epoch, lease.deadline = rec.position, rec.epoch, deadline
+        lease = IoLease(op, kind, self.handle(rec), self.ranks, after_step, position, rec.epoch)
+        lease.deadline = deadline
         self.leases[op] = lease
         return lease
 

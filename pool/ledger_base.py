@@ -133,7 +133,9 @@ class LedgerBase:
         """The handle of the slot's present life."""
         handle = rec.handle
         if handle is None:
-            handle = rec.handle = SlotHandle(rec.slot, rec.gen, self.incarnation & INCARNATION_MASK)
+            # The class called as such goes through a Python frame: half of what a handle costs.
+            fields = (rec.slot, rec.gen, self.incarnation & INCARNATION_MASK)
+            handle = rec.handle = tuple.__new__(SlotHandle, fields)
         return handle
 
     def is_current(self, handle: SlotHandle) -> bool:
@@ -166,11 +168,9 @@ class LedgerBase:
 
     # Tokens
 
-    def _owns(self, holder: Holder) -> bool:
-        return holder.rec is not None and holder.rec.owner is holder
-
     def _charge(self, holder: Holder) -> int:
-        return self._base_charge + (0 if self._owns(holder) else 1)
+        rec = holder.rec
+        return self._base_charge + (0 if rec is not None and rec.owner is holder else 1)
 
     def _release_hold(self, holder: Holder, rec: SlotRecord) -> None:
         if rec.owner is holder:
@@ -180,7 +180,10 @@ class LedgerBase:
         else:
             raise self.broken(f"request {holder.id!r} releases slot {rec.slot}, which it does not hold")
 
-    def _counts_as_reachable(self, rec: SlotRecord) -> bool:
+    def _starves(self, rec: SlotRecord) -> bool:
+        """Whether pinning the slot would leave admitted requests without one that they may need."""
+        if len(self.free) + len(self.evictable) + self.waiting > self.demand:
+            return False
         return rec.waits_for != 0 or rec.slot in self.evictable
 
     def _pin(self, rec: SlotRecord) -> None:

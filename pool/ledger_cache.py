@@ -21,7 +21,7 @@ class CacheLedger(StepLedger):
             and rec.epoch == self.epoch
             and not holder.tainted
             and not over_cap
-            and self.reachable > self.demand
+            and len(self.free) + len(self.evictable) + self.waiting > self.demand
         )
 
     def publish(self, holder: Holder, position: int, entry: object) -> SlotHandle | None:

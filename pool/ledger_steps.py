@@ -22,7 +22,7 @@ class StepLedger(LedgerBase):
         if request_id in self.holders:
             raise self.broken(f"request {request_id!r} admitted twice")
         charge = self._base_charge + 1
-        if self.reachable < self.demand + charge:
+        if len(self.free) + len(self.evictable) + self.waiting < self.demand + charge:
             self.counters.e_capacity += 1
             raise CapacityError(f"admission needs {charge} slot(s), {self.reachable - self.demand} can be spared")
         holder = Holder(request_id)
@@ -39,7 +39,7 @@ class StepLedger(LedgerBase):
             raise self.broken(f"hit for request {holder.id!r}, which is closed or has state")
         if not rec.sealed or rec.entry is None or rec.epoch != self.epoch:
             raise self.broken(f"hit on slot {rec.slot}, which is not cached in this epoch")
-        if self._counts_as_reachable(rec) and self.reachable - 1 < self.demand:
+        if self._starves(rec):
             self.counters.e_capacity += 1
             raise CapacityError(f"pinning slot {rec.slot} would leave {self.reachable - 1} for {self.demand}")
         self._pin(rec)

@@ -179,16 +179,19 @@ class Lifecycle:
 
     def _plan(self, rows: Sequence[StepRow]) -> StepPlan:
         ledger = self.ledger
-        holders = [self._holder(row.request) for row in rows]
-        before = [holder.position for holder in holders]
+        holders = [row.request.holder or self._holder(row.request) for row in rows]
+        before = [0 if (rec := holder.rec) is None else rec.position for holder in holders]
+        wanted = any(row.positions for row in rows)
         step = ledger.begin_step()
         try:
-            exports = self._reserve(step, rows, before)
+            exports = self._reserve(step, rows, before) if wanted else {}
             reads, writes = ledger.submit(step, holders, [row.tokens for row in rows])
         except BaseException:
             if ledger.submitted < step:
                 ledger.abandon(step)
             raise
+        if not wanted:
+            return StepPlan(step, reads, writes, before, [0] * (len(rows) + 1))
         plan = StepPlan(step, reads, writes, before, cu=[0])
         for number, row in enumerate(rows):
             for entry, handle in exports.get(number, ()):

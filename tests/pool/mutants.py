@@ -61,8 +61,8 @@ MUTANTS = (
     Mutant(
         "put does not wait for its producer",
         "leases",
-        'if kind == "get" else rec.write_step',
-        'if kind == "get" else 0',
+        'self._lease("put", rec, rec.write_step, rec',
+        'self._lease("put", rec, 0, rec',
         4,
     ),
     Mutant(
@@ -129,20 +129,20 @@ MUTANTS = (
         "        entry, rec.entry = rec.entry, None\n",
         "        entry, rec.entry = rec.entry, None\n        rec.sealed = False\n",
     ),
-    Mutant("publish reserves no slot", "ledger_cache", "            and self.reachable > self.demand\n", ""),
-    Mutant("admission reserves no slot", "ledger_steps", "if self.reachable < self.demand + charge:", "if False:"),
     Mutant(
-        "a hit may starve others",
+        "publish reserves no slot",
+        "ledger_cache",
+        "            and len(self.free) + len(self.evictable) + self.waiting > self.demand\n",
+        "",
+    ),
+    Mutant(
+        "admission reserves no slot",
         "ledger_steps",
-        "if self._counts_as_reachable(rec) and self.reachable - 1 < self.demand:",
+        "if len(self.free) + len(self.evictable) + self.waiting < self.demand + charge:",
         "if False:",
     ),
-    Mutant(
-        "a put may starve others",
-        "leases",
-        "if self._counts_as_reachable(rec) and self.reachable - 1 < self.demand:",
-        "if False:",
-    ),
+    Mutant("a hit may starve others", "ledger_steps", "if self._starves(rec):", "if False:"),
+    Mutant("a put may starve others", "leases", "if self._starves(rec):", "if False:"),
     Mutant(
         "a get may starve others",
         "leases",
