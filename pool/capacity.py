@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from .errors import ConfigError
+from .errors import ConfigError, check_int
 from .layout import ITEM_SIZES, StateLayout, align_up
 from .models import ModelPreset, preset
 
@@ -167,18 +167,15 @@ def plan_capacity(
     for name, value, least in (
         ("max_batch", max_batch, 1),
         ("steps_in_flight", steps_in_flight, 1),
-        ("reserved", reserved, 0),
         ("checkpoint_slots", checkpoint_slots or 0, 0),
         ("checkpoint_bytes", checkpoint_bytes or 0, 0),
+        ("memory_bytes", memory_bytes or 0, 0),
         ("prefill_tokens", prefill_tokens, 1),
         ("checkpoint_interval", checkpoint_interval, 1),
     ):
-        if value < least:
-            raise ConfigError(name, value, f"at least {least}")
-    if not 0 <= drafts < MAX_VERIFY_TOKENS:
-        raise ConfigError("drafts", drafts, f"0 .. {MAX_VERIFY_TOKENS - 1}")
-    if reserved >= COPYING_EXTRA_ROWS:
-        raise ConfigError("reserved", reserved, f"0 .. {COPYING_EXTRA_ROWS - 1}")
+        check_int(name, value, least)
+    check_int("drafts", drafts, 0, MAX_VERIFY_TOKENS - 1)
+    check_int("reserved", reserved, 0, COPYING_EXTRA_ROWS - 1)
     layout = model.layout(tp, state_dtype=state_dtype)
     size, log = layout.slot_bytes, draft_log_bytes(model, tp, drafts)
     wide = copying_slot_bytes(model, tp, drafts, state_dtype)

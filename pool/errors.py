@@ -68,13 +68,13 @@ class StuckLeaseError(PoolError):
 
 
 class InvariantError(PoolError):
-    """A rule of ownership is broken. The engine stops; `dump` holds the ledger at that moment."""
+    """A rule of ownership is broken. The engine stops; `dump` holds the ledger at that moment and ends the text."""
 
     error_class = ErrorClass.INVARIANT
 
     def __init__(self, message: str, dump: str = "") -> None:
         self.dump = dump
-        super().__init__(message)
+        super().__init__(f"{message}\n{dump}" if dump else message)
 
 
 class ConfigError(PoolError, ValueError):
@@ -85,6 +85,13 @@ class ConfigError(PoolError, ValueError):
     def __init__(self, argument: str, given: object, allowed: str) -> None:
         self.argument, self.given, self.allowed = argument, given, allowed
         super().__init__(f"{argument}: got {given}; allowed: {allowed}")
+
+
+def check_int(argument: str, value: object, least: int, most: int | None = None) -> None:
+    """Raises ConfigError unless `value` is an int (no bool) of at least `least` and at most `most`."""
+    if isinstance(value, int) and not isinstance(value, bool) and value >= least and (most is None or value <= most):
+        return
+    raise ConfigError(argument, repr(value), f"an int, at least {least}" if most is None else f"{least} .. {most}")
 
 
 class PoolClosedError(PoolError):

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .errors import CapacityError, ConfigError
+from .errors import CapacityError, ConfigError, check_int
+from .pool import device_of
 
 if TYPE_CHECKING:
     import torch
@@ -25,14 +26,12 @@ class StateIdTable:
     """Five int32 vectors of `max_rows` each on `device`; `depth` steps may be staged before the oldest is done."""
 
     def __init__(self, max_rows: int, *, device: str | torch.device = "cpu", depth: int = 2) -> None:
-        if max_rows < 1:
-            raise ConfigError("max_rows", max_rows, "at least 1")
-        if depth < 1:
-            raise ConfigError("depth", depth, "at least 1")
+        check_int("max_rows", max_rows, 1)
+        check_int("depth", depth, 1)
         import torch
 
         self.max_rows, self.depth = max_rows, depth
-        self.device = torch.device(device)
+        self.device = device_of(device)
         cuda = self.device.type == "cuda"
         shape = (len(FIELDS), max_rows)
         self._staging = torch.zeros((depth, *shape), dtype=torch.int32, pin_memory=cuda)

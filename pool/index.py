@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from .errors import CapacityError, ConfigError
+from .errors import CapacityError, ConfigError, check_int
 from .handles import SlotHandle
 from .ledger import Ledger
 from .prefix import TOKEN_BYTES, PrefixKey
@@ -81,14 +81,15 @@ class CheckpointIndex:
         max_ghosts: int = 4096,
     ) -> None:
         if budget_bytes is not None:
+            check_int("budget_bytes", budget_bytes, 0)
             if not slot_bytes or slot_bytes < 0:
                 raise ConfigError("slot_bytes", slot_bytes, "the bytes of one slot, needed with budget_bytes")
             by_bytes = budget_bytes // slot_bytes
             budget_slots = by_bytes if budget_slots is None else min(budget_slots, by_bytes)
-        if budget_slots is not None and budget_slots < 0:
-            raise ConfigError("budget_slots", budget_slots, "0 or more")
         self.ledger = ledger
         self.budget_slots = ledger.num_slots if budget_slots is None else budget_slots
+        check_int("budget_slots", self.budget_slots, 0)
+        check_int("max_ghosts", max_ghosts, 0)
         self.max_ghosts = max_ghosts
         self.size = 0
         self.misses = dict.fromkeys(MISS_REASONS, 0)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
-from .errors import ConfigError
+from .errors import ConfigError, check_int
 
 ALIGNMENT = 256
 ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -23,11 +23,6 @@ LAYOUT_SCHEMA = 1
 def align_up(size: int, alignment: int = ALIGNMENT) -> int:
     """The smallest multiple of `alignment` that is at least `size`."""
     return -(-size // alignment) * alignment
-
-
-def _positive(argument: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-        raise ConfigError(argument, value, "a positive int")
 
 
 @dataclass(frozen=True)
@@ -45,7 +40,7 @@ class LayerSpec:
 
     def __post_init__(self) -> None:
         for name in ("channels", "value_heads", "key_dim", "value_dim", "conv_width"):
-            _positive(name, getattr(self, name))
+            check_int(name, getattr(self, name), 1)
         for name in ("conv_dtype", "state_dtype"):
             if getattr(self, name) not in ITEM_SIZES:
                 raise ConfigError(name, getattr(self, name), ", ".join(ITEM_SIZES))
@@ -109,7 +104,7 @@ class StateLayout:
         kind: str = "gdn",
     ) -> StateLayout:
         """A layout of `num_layers` equal layers."""
-        _positive("num_layers", num_layers)
+        check_int("num_layers", num_layers, 1)
         spec = LayerSpec(channels, value_heads, key_dim, value_dim, conv_width, conv_dtype, state_dtype, kind)
         return cls((spec,) * num_layers)
 

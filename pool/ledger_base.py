@@ -16,7 +16,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
-from .errors import CapacityError, ConfigError, InvariantError, PoolClosedError
+from .errors import CapacityError, ConfigError, InvariantError, PoolClosedError, check_int
 from .handles import GENERATION_MASK, INCARNATION_MASK, MAX_SLOTS, SlotHandle
 from .slots import Condition, Holder, SlotRecord, condition_of
 
@@ -68,16 +68,16 @@ class LedgerBase:
         max_puts: int = 8,
         max_gets: int = 8,
     ) -> None:
-        if not 0 < num_slots <= MAX_SLOTS:
-            raise ConfigError("num_slots", num_slots, f"1 .. {MAX_SLOTS}")
-        if not 0 <= reserved < num_slots:
-            raise ConfigError("reserved", reserved, f"0 .. {num_slots - 1}")
+        fence_ranks = ranks if fence_ranks is None else fence_ranks
+        check_int("num_slots", num_slots, 1, MAX_SLOTS)
+        check_int("reserved", reserved, 0, num_slots - 1)
+        check_int("ranks", ranks, 1)
+        check_int("fence_ranks", fence_ranks, 1)
+        check_int("max_publishes_per_step", max_publishes_per_step or 0, 0)
+        check_int("max_puts", max_puts, 0)
+        check_int("max_gets", max_gets, 0)
         if policy not in ("late", "early"):
             raise ConfigError("policy", policy, "late, early")
-        fence_ranks = ranks if fence_ranks is None else fence_ranks
-        for name, value in (("ranks", ranks), ("fence_ranks", fence_ranks)):
-            if value < 1:
-                raise ConfigError(name, value, "at least 1")
         self.num_slots, self.reserved, self.ranks = num_slots, reserved, ranks
         self.in_place, self.late = in_place, policy == "late"
         self.max_publishes_per_step = max_publishes_per_step

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from .errors import CapacityError, ConfigError
 from .handles import SlotHandle
 from .ledger_base import LedgerBase
-from .slots import Holder, SlotRecord
+from .slots import UNRESOLVED, Holder, SlotRecord
 
 
 class StepLedger(LedgerBase):
@@ -121,8 +121,10 @@ class StepLedger(LedgerBase):
             raise self._not_open(step)
         if counts is None:
             counts = [1] * len(holders)
-        if len(counts) != len(holders):
+        elif len(counts) != len(holders):
             raise ConfigError("counts", len(counts), f"one per request ({len(holders)})")
+        elif counts and min(counts) < 0 and (bad := [n for n in counts if n < 0 and n != UNRESOLVED]):
+            raise ConfigError("counts", bad[0], "0 or more tokens, or UNRESOLVED")
         if len(holders) > 1 and len(set(holders)) != len(holders):
             raise self.broken("one request twice in a step")
         in_place = self.in_place

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from .errors import CapacityError, ErrorClass, StuckLeaseError
+from .errors import CapacityError, ConfigError, ErrorClass, StuckLeaseError
 from .fences import Fence, FenceQueue
 from .handles import SlotHandle
 from .index import CheckpointIndex, IndexEntry
@@ -84,6 +84,8 @@ class Lifecycle:
     """Requests over one ledger and index. One thread calls it."""
 
     def __init__(self, ledger: Ledger, index: CheckpointIndex, pool: StatePool | None = None) -> None:
+        if index.ledger is not ledger or (pool is not None and pool.ledger is not ledger):
+            raise ConfigError("ledger", "another than that of index or pool", "one ledger for all three")
         self.ledger, self.index, self.pool = ledger, index, pool
         self.fences = FenceQueue(ledger)
         self.requests: dict[Hashable, StateRequest] = {}

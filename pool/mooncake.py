@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from .errors import ConfigError, ErrorClass, PoolClosedError, StateIOError, StuckLeaseError
+from .errors import ConfigError, ErrorClass, PoolClosedError, StateIOError, StuckLeaseError, check_int
 
 INSTALL = "pip install 'compact-state[mooncake]' (GPU: [mooncake-cuda]) and the system library libibverbs1"
 
@@ -140,8 +140,10 @@ class MooncakeConfig:
 
     def __post_init__(self) -> None:
         host, _, port = self.master.rpartition(":")
-        if not host or not port.isdigit():
+        if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
             raise ConfigError("master", self.master, "host:port of mooncake_master")
+        check_int("segment_bytes", self.segment_bytes, 0)
+        check_int("local_buffer_bytes", self.local_buffer_bytes, 0)
         if self.protocol not in ("tcp", "rdma"):
             raise ConfigError("protocol", self.protocol, "tcp, rdma")
 

@@ -19,6 +19,21 @@ if TYPE_CHECKING:
 POISON_BYTE = 0xFF
 
 
+def device_of(device: str | torch.device) -> torch.device:
+    """The device as torch names it. ConfigError unless it is the CPU or a CUDA device that is there."""
+    import torch
+
+    count = torch.cuda.device_count()
+    allowed = f"cpu, cuda:0 .. cuda:{count - 1}" if count else "cpu: there is no CUDA device"
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ConfigError("device", repr(device), allowed) from None
+    if found.type != "cpu" and (found.type != "cuda" or (found.index or 0) >= count):
+        raise ConfigError("device", found, allowed)
+    return found
+
+
 class StatePool:
     """`memory` is uint8[num_slots, slot_bytes]; operators get typed views of it with slot stride `slot_bytes`.
 
@@ -41,10 +56,10 @@ class StatePool:
             raise ConfigError(
                 "ledger", f"{ledger.num_slots} slots", f"{num_slots} slots and no ledger options beside it"
             )
-        import torch
-
+        if not isinstance(layout, StateLayout):
+            raise ConfigError("layout", type(layout).__name__, "a StateLayout")
         self.layout, self.num_slots = layout, num_slots
-        self.device = torch.device(device)
+        self.device = device_of(device)
         self.ledger = Ledger(num_slots, **ledger_options) if ledger is None else ledger
         self.memory: torch.Tensor | None = None
         self.poison_on_free = poison_on_free

@@ -38,11 +38,13 @@ class PrefixKey:
         self.tokens = tokens if isinstance(tokens, bytes) else encode_tokens(tokens)
         if len(self.tokens) % TOKEN_BYTES:
             raise ConfigError("tokens", f"{len(self.tokens)} bytes", f"a multiple of {TOKEN_BYTES}")
+        if adapter is not None and not isinstance(adapter, str):
+            raise ConfigError("adapter", repr(adapter), "a name, or None")
         self.adapter = adapter
         self.media = tuple(sorted(media))
         last = 0
         for start, end, digest in self.media:
-            if not last <= start < end <= len(self) or not digest:
+            if not last <= start < end <= len(self) or not digest or not isinstance(digest, bytes):
                 raise ConfigError("media", (start, end, digest), f"hashed spans in order within {len(self)} tokens")
             last = end
         self._starts = [start for start, _, _ in self.media]

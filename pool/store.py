@@ -84,7 +84,7 @@ class MooncakeStateStore(StoreBase):
                 self.counters.puts_lost += 1
                 continue
             (name,) = keys.names(entry.key, [entry.position])
-            if self._avoids(name):
+            if self._avoids(name, put=True):
                 self._forget_put()
                 self.counters.puts_refused += 1
                 continue
@@ -275,7 +275,9 @@ class MooncakeStateStore(StoreBase):
         self.counters.gets_ok += outcome.error is None
         self.counters.gets_failed += outcome.error is not None
         if outcome.error is not None:
-            self._avoid(active.name.text, math.inf if active.bad else self.settings.retry_after_s)
+            # A put that ends well clears this; of a bad payload's key none is tried before it is gone.
+            seconds = math.inf if active.bad else self.settings.retry_after_s
+            self._avoid(active.name.text, seconds, puts=active.bad)
             for find in active.waiting:
                 self._load(find)
 
@@ -307,7 +309,7 @@ class MooncakeStateStore(StoreBase):
             )
             if expired.entry is not None:
                 self._queued.discard(id(expired.entry))
-            self._avoid(expired.name.text, self.settings.retry_after_s)
+            self._avoid(expired.name.text, self.settings.retry_after_s, puts=True)
             for port in self.ports:
                 port.replace(lease.op)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
@@ -94,26 +95,27 @@ class StoreBase:
         #: Finds with an answer whose load waits for another to end.
         self._parked: list[Find] = []
         self._next = -1
-        #: Names that are not asked for before a time: their load failed, or their key is to be removed.
-        self._avoided: OrderedDict[str, float] = OrderedDict()
+        #: Names not asked for before a time, since their load failed or their key is to be removed; and whether they are
+        #: not put either.
+        self._avoided: OrderedDict[str, tuple[float, bool]] = OrderedDict()
         self._doomed: deque[Doomed] = deque()
         self._removing: dict[int, Doomed] = {}
         self._closed = False
 
     # Names that are not asked for
 
-    def _avoid(self, text: str, seconds: float) -> None:
-        self._avoided[text] = self._clock() + seconds
+    def _avoid(self, text: str, seconds: float, *, puts: bool) -> None:
+        self._avoided[text] = (self._clock() + seconds, puts)
         self._avoided.move_to_end(text)
         while len(self._avoided) > MAX_AVOIDED:
             self._avoided.popitem(last=False)
 
-    def _avoids(self, name: StateName) -> bool:
-        until = self._avoided.get(name.text)
-        if until is not None and until <= self._clock():
-            del self._avoided[name.text]
+    def _avoids(self, name: StateName, *, put: bool = False) -> bool:
+        until, puts = self._avoided.get(name.text, (-math.inf, False))
+        if until <= self._clock():
+            self._avoided.pop(name.text, None)
             return False
-        return until is not None
+        return puts or not put
 
     def _remove_bad(self, now: float) -> None:
         while self._doomed and self._doomed[0].when <= now:

@@ -46,6 +46,9 @@ class StoreIdentity:
     variant: str = ""
 
     def __post_init__(self) -> None:
+        for item in fields(self):
+            if not isinstance(getattr(self, item.name), str):
+                raise ConfigError(item.name, repr(getattr(self, item.name)), "a string")
         for name in ("model", "weights"):
             if not getattr(self, name):
                 raise ConfigError(name, "''", "an identity that never names other weights; without one, no store")

@@ -1,12 +1,25 @@
 """What the pool shows: snapshot, metrics, dump."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
-from compact_state.pool import CheckpointIndex, ConfigError, InvariantError, Ledger, Lifecycle, PrefixKey, StepRow
+from compact_state.pool import (
+    CheckpointIndex,
+    ConfigError,
+    InvariantError,
+    Ledger,
+    Lifecycle,
+    PrefixKey,
+    StepRow,
+    observe,
+)
 from compact_state.pool.observe import register_metrics
+from tests.pool.store_fake import FakeBackend
+from tests.pool.store_rig import Rig
 
 
 def busy() -> Lifecycle:
@@ -75,3 +88,23 @@ def test_a_broken_invariant_brings_the_ledgers_dump() -> None:
     assert life.ledger.counters.e_invariant == 1
     for text in ("owner='first'", "quarantined", "submitted=2", "quarantine slot="):
         assert text in caught.value.dump
+    assert str(caught.value).endswith(caught.value.dump), "whoever logs the error has the dump"
+
+
+def test_ranges_around_planning_polling_and_transfers(monkeypatch: Any) -> None:
+    opened: list[str] = []
+
+    @contextmanager
+    def recorded(name: str) -> Iterator[None]:
+        opened.append(name)
+        yield
+        opened.append(f"end of {name}")
+
+    monkeypatch.setattr(observe, "_RANGE", recorded)
+    rig = Rig([FakeBackend().client()])
+    entry = rig.checkpoint([1, 2, 3])
+    assert opened == ["pool.plan", "end of pool.plan", "pool.poll", "end of pool.poll"]
+    opened.clear()
+    assert rig.put(entry)
+    assert opened == ["store.put", "end of store.put"]
+    rig.close()

@@ -237,10 +237,15 @@ def test_a_put_counts_only_when_the_key_is_seen(make, backend):
     assert rig.put(entry)
 
 
-def test_I13_a_key_that_exists_is_done(make, backend):
+@pytest.mark.parametrize("other", [False, True], ids=["same", "another"])
+def test_I13_a_key_that_exists_is_done(make, backend, other):
+    """Whatever bytes the second writer has for it: the object stays one whole payload, the first one's."""
     first, second = make(), make()
     assert first.put(first.checkpoint(PROMPT[:10]))
+    if other:
+        second.weights = "what it should not be"
     assert second.put(second.checkpoint(PROMPT[:10]))
+    assert make().resume(PROMPT, [10]) == 10
     assert second.store.counters.puts_present == 1
     assert second.raw[0].calls["put"] == 0
     assert len(backend.objects) == 1

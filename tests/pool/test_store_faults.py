@@ -79,6 +79,22 @@ def test_I8_a_load_that_fails_falls_back_to_the_last_good_boundary(make, backend
     assert rig.resume(PROMPT, [5, 10, 15]) == 0
 
 
+def test_I8_a_load_that_throws_falls_back_as_well(make, monkeypatch):
+    stored_by_another(make, positions=(5, 10))
+    rig = make()
+    load, raised = rig.raw[0].batch_get_into_multi_buffers, []
+
+    def throws(keys, *arguments):
+        if ":10:" in keys[0]:
+            raised.append(keys[0])
+            raise RuntimeError("the transport broke")
+        return load(keys, *arguments)
+
+    monkeypatch.setattr(rig.raw[0], "batch_get_into_multi_buffers", throws)
+    assert rig.resume(PROMPT, [5, 10]) == 5
+    assert len(raised) == rig.ledger.counters.e_io == 1
+
+
 def test_I16_a_state_that_failed_is_not_waited_for_again_at_once(make):
     stored_by_another(make)
     rig = make(settings=replace(QUICK, retry_after_s=30.0))
@@ -87,6 +103,11 @@ def test_I16_a_state_that_failed_is_not_waited_for_again_at_once(make):
     for _ in range(10):
         assert not rig.store.find(rig.request(PROMPT), [10])
     assert rig.raw[0].calls["get"] == 1
+    # A good put of it, or a good get, clears the entry before its time.
+    assert rig.put(rig.checkpoint(PROMPT[:10]))
+    rig.evict_all()
+    assert rig.resume(PROMPT, [10]) == 10
+    assert not rig.store._avoided
 
 
 def test_G8_no_slot_for_a_load_means_recompute(make):
