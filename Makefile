@@ -46,8 +46,8 @@ test: lint
 	$(BIN)/compact-state demo --out out/demo
 
 test-deep: $(VENV)/.installed
-	COMPACT_STATE_SEARCH=10 $(BIN)/python -m pytest -q tests/pool/test_model.py
-	COMPACT_STATE_STORE_OPS=10000 $(BIN)/python -m pytest -q tests/pool/test_mooncake_random.py
+	COMPACT_STATE_SEARCH=10 $(BIN)/python -m pytest -q -s tests/pool/test_model.py tests/pool/test_capacity.py
+	COMPACT_STATE_STORE_FAULTS=40 $(BIN)/python -m pytest -q -s tests/pool/test_mooncake_random.py
 
 clean:
 	rm -rf $(VENV) build out *.egg-info

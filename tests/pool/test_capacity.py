@@ -1,4 +1,10 @@
-"""The capacity formula: never more memory than the copying design, never more than what is given."""
+"""The capacity formula: never more memory than the copying design, never more than what is given.
+
+COMPACT_STATE_SEARCH=10 covers a denser grid of settings (a minute).
+"""
+
+import itertools
+import os
 
 import pytest
 from hypothesis import given, settings
@@ -63,6 +69,30 @@ def test_never_more_memory_than_the_copying_design(
         assert plan.checkpoint_slots == budget, "the budget asked for is kept"
     if not drafts:
         assert plan.spare_slots <= 2
+
+
+#: Batches, drafts, checkpoints, steps in flight.
+GRID = ((1, 64, 256), (0, 1, 5), (0, 64), (2,))
+DENSE = ((1, 2, 3, 17, 64, 256, 512), range(8), (0, 1, 2, 64, 300), (1, 3))
+
+
+def test_no_setting_of_a_grid_takes_more_than_the_copying_design() -> None:
+    grid = DENSE if int(os.environ.get("COMPACT_STATE_SEARCH", "1")) >= 10 else GRID
+    covered = 0
+    for model, tp, dtype in itertools.product(PRESETS.values(), (1, 2, 4, 8), ("float32", "bfloat16")):
+        if tp != divisor(model, tp.bit_length() - 1):
+            continue
+        size = model.layout(tp, state_dtype=dtype).slot_bytes
+        for batch, drafts, budget, depth, reserved in itertools.product(*grid, (0, 1)):
+            for amount in ({"checkpoint_slots": budget}, {"checkpoint_bytes": budget * size * 2 // 3}):
+                plan = plan_capacity(
+                    model, tp=tp, max_batch=batch, drafts=drafts, state_dtype=dtype, steps_in_flight=depth,
+                    reserved=reserved, **amount,
+                )  # fmt: skip
+                covered += 1
+                assert plan.total_bytes <= plan.copying_bytes
+                assert plan.checkpoint_slots >= plan.copying_checkpoint_slots
+    print(f"{covered} settings")
 
 
 @settings(deadline=None, max_examples=60)
