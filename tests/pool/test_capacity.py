@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from compact_state.cute_kernels.draft_log import DraftLog
 from compact_state.pool import ConfigError, Ledger, plan_capacity
 from compact_state.pool.capacity import copying_slot_bytes, draft_log_bytes, main_text
 from compact_state.pool.models import PRESETS, ModelPreset, preset
@@ -149,6 +150,23 @@ def test_state_sizes_of_the_models(name: str) -> None:
         expected = model.layers * (4 * channels * 2 + model.value_heads * 128 * 128 * item)
         assert model.layout(state_dtype=dtype).slot_bytes == expected
         assert copying_slot_bytes(model, 1, 0, dtype) == expected
+
+
+@pytest.mark.parametrize("drafts", [1, 5])
+@pytest.mark.parametrize("name", ["qwen3.5-35b-a3b", "kimi-linear-48b"])
+def test_draft_logs_are_as_large_as_the_formula_says(name: str, drafts: int) -> None:
+    model = preset(name)
+    key_heads, value_heads = model.rank_heads(2)
+    log = DraftLog.allocate(
+        model.kind,
+        3,
+        key_heads,
+        value_heads,
+        model.rank_channels(2),
+        max_tokens=drafts + 1,  # type: ignore[arg-type]
+    )
+    parts = [part for part in (log.k, log.u, log.g, log.x) if part is not None]
+    assert model.layers * sum(part.nbytes for part in parts) == 3 * draft_log_bytes(model, 2, drafts)
 
 
 def test_text_has_the_figures() -> None:
