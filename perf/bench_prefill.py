@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -14,23 +15,25 @@ from ..cute_kernels.reference.metrics import tolerance
 from .bench import Prepared, ratio
 from .bench_decode import peer_contenders
 from .cases import Case
-from .inputs import DeltaProblem, Workspace, checkpoints, cu_seqlens, delta_problem
+from .inputs import DeltaProblem, Workspace, checkpoints, cu_seqlens
+from .prefill_inputs import PrefillInputs, shared_inputs
 from .timing import COLD_BYTES, Contender
 
-CHECKED_TOKENS = 8192  # of a sequence; later tokens run the same code
-CHECKED_HEADS = 2  # first and last key head's value heads
+LATER_TOKENS = 2048  # checked of the longest and of the last sequence where they are not the first
 MAX_SETS = 16
 
 
 def prepare(case: Case, ws: Workspace, peers: dict[str, ModuleType]) -> Prepared:
     """Ours (separate slots, checkpoints into slots) and the peers. Inputs rotate when one set fits the L2 cache."""
-    w = case.workload
-    first = delta_problem(ws, case.geometry, w, case.state_dtype, case.gates)
-    moved = case.work.bytes
+    w, moved = case.workload, case.work.bytes
     sets = max(1, min(MAX_SETS, -(-COLD_BYTES // moved)))
-    problems = [first, *(_again(ws, first) for _ in range(sets - 1))]
+    shared = shared_inputs(case, ws, sets)
+    problems = [shared.problem(case, ws, number) for number in range(sets)]
+    first = problems[0]
     launches = max(sets, 2)
     ids = ws.slot_ids(first.pool.shape[0], w.rows, launches)
+    if w.lengths[0]:
+        first.pool[ids[0][0][0].long(), shared.values] = shared.state.to(first.pool.dtype)
     kept = ws.slot_ids(first.pool.shape[0], w.checkpoints, 1, groups=1)[0][0] if w.checkpoints else None
     cu = cu_seqlens(w, ws.device)
     operator = getattr(cute_kernels, case.op)
@@ -56,89 +59,73 @@ def prepare(case: Case, ws: Workspace, peers: dict[str, ModuleType]) -> Prepared
     allowed = {what: tolerance("prefill", dataset, what, first.pool.dtype) for what in ("output", "state")}
     allowed["checkpoint"] = allowed["state"]
     notes: dict[str, Any] = {"ids": "separate", "tokens": w.tokens, "input_sets": sets}
-    check = _checker(case, first, ids[0], kept, outs[0])
+    check = _checker(case, shared, first, ids[0], kept, outs[0])
     return Prepared(contenders, check, allowed, missing, sets * moved, notes)
 
 
-def _again(ws: Workspace, p: DeltaProblem) -> DeltaProblem:
-    """Another set of inputs of the same distribution over the same pool and gate parameters."""
-    q = delta_problem(ws, p.geometry, p.workload, "float32" if p.pool.dtype == torch.float32 else "bfloat16", None)
-    # Shuffling tokens keeps the gate set's distribution, which a fresh default set would not.
-    order = torch.randperm(p.workload.tokens, generator=ws.generator, device=ws.device)
-    return DeltaProblem(
-        p.geometry, p.workload, q.q, q.k, q.v, p.gate[order], p.b[order], p.A_log, p.dt_bias, p.lower_bound, p.pool
-    )
-
-
 def _checker(
-    case: Case, p: DeltaProblem, ids: list[torch.Tensor], kept: torch.Tensor | None, out: torch.Tensor
+    case: Case,
+    shared: PrefillInputs,
+    p: DeltaProblem,
+    ids: list[torch.Tensor],
+    kept: torch.Tensor | None,
+    out: torch.Tensor,
 ) -> Callable[[Contender], dict[str, float]]:
-    """Compare the value heads of two key heads, up to CHECKED_TOKENS of three sequences, with the float64 chunked form."""
-    g, w = p.geometry, p.workload
+    """Compare the value heads of the first and last key head with float64.
+
+    The first sequence whole, with its checkpoints, against the geometry's oracle; of the longest and the last one
+    LATER_TOKENS against the chunked form from their own states.
+    """
+    w, values = case.workload, shared.values
     read, write = ids
-    group = g.hv // g.hk
-    keys = sorted({0, g.hk - 1})[:CHECKED_HEADS]
-    values = [key * group + j for key in keys for j in range(group)]
+    saved = p.pool[read.long()].clone()
     starts = [sum(w.lengths[:i]) for i in range(w.rows)]
     longest = max(range(w.rows), key=lambda i: w.lengths[i])
-    sequences = sorted({0, longest, w.rows - 1})
-    saved = p.pool[read.long()].clone()
-    every = w.checkpoint_every
-    expected = []
-    for i in sequences:
-        length = min(w.lengths[i], CHECKED_TOKENS)
-        tokens = slice(starts[i], starts[i] + length)
-        states = saved[i : i + 1][:, values].double()
-        expected.append((i, tokens, *_reference(case, p, tokens, keys, values, states, every)))
+
+    @functools.cache
+    def later() -> list[tuple[int, slice, torch.Tensor, torch.Tensor]]:
+        found = []
+        for i in sorted({longest, w.rows - 1} - {0}):
+            tokens = slice(starts[i], starts[i] + min(w.lengths[i], LATER_TOKENS))
+            found.append((i, tokens, *_reference(case, shared, p, tokens, saved[i, values])))
+        return found
 
     def check(contender: Contender) -> dict[str, float]:
         p.pool[read.long()] = saved
         out.fill_(float("nan"))
-        actual = contender.launches[0]().reshape(w.tokens, g.hv, -1)
+        actual = contender.launches[0]().reshape(w.tokens, p.geometry.hv, -1)
         target = (read if contender.in_place else write).long()
-        errors = {"output": 0.0}
-        for i, tokens, o, states, marks in expected:
-            errors["output"] = max(errors["output"], ratio(actual[tokens][:, values], o))
+        oracle = shared.oracle(case)
+        errors = {"output": ratio(actual[: w.lengths[0], values], oracle.out[: w.lengths[0]])}
+        if contender.states:
+            errors["state"] = ratio(p.pool[target[0], values], oracle.states[w.lengths[0]])
+        if contender.name == "ours" and kept is not None and w.checkpoint_every:
+            ends = range(w.checkpoint_every, w.lengths[0] + 1, w.checkpoint_every)
+            marks = torch.stack([oracle.states[end] for end in ends])
+            errors["checkpoint"] = ratio(p.pool[kept[: len(ends)].long()][:, values], marks)
+        for i, tokens, expected, state in later():
+            errors["output"] = max(errors["output"], ratio(actual[tokens][:, values], expected))
             if contender.states and tokens.stop - tokens.start == w.lengths[i]:
-                errors["state"] = max(errors.get("state", 0.0), ratio(p.pool[target[i]][values], states[0]))
-            if contender.name == "ours" and marks is not None and kept is not None and every:
-                first = sum(length // every for length in w.lengths[:i])
-                slots = kept[first : first + len(marks)].long()
-                errors["checkpoint"] = max(errors.get("checkpoint", 0.0), ratio(p.pool[slots][:, values], marks))
+                errors["state"] = max(errors["state"], ratio(p.pool[target[i], values], state))
         return errors
 
     return check
 
 
 def _reference(
-    case: Case,
-    p: DeltaProblem,
-    tokens: slice,
-    keys: list[int],
-    values: list[int],
-    states: torch.Tensor,
-    every: int | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Output, final state and checkpoints of some heads of one sequence, float64. `states` is updated in place."""
-    length = tokens.stop - tokens.start
-    device = p.q.device
+    case: Case, shared: PrefillInputs, p: DeltaProblem, tokens: slice, state: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and final state of the checked heads of one sequence from `state`, float64."""
+    keys, values, device = shared.keys, shared.values, p.q.device
     per_token = (p.q[tokens][:, keys], p.k[tokens][:, keys], p.v[tokens][:, values], p.gate[tokens][:, values])
-    bias = p.dt_bias.view(p.geometry.hv, -1)[values]
-    bias = bias.flatten()
+    bias = p.dt_bias.view(p.geometry.hv, -1)[values].flatten()
+    length = tokens.stop - tokens.start
     out = torch.empty(length, len(values), p.v.shape[2], dtype=torch.float64, device=device)
-    marks = length // every if every else 0
-    pool = torch.cat([states, states.new_zeros(marks, *states.shape[1:])]) if marks else states
+    states = state.double()[None]
     zero = torch.zeros(1, dtype=torch.int32, device=device)
     cu = torch.tensor([0, length], dtype=torch.int32, device=device)
-    plan = None
-    if marks and every:
-        plan = cute_kernels.Checkpoints(
-            torch.tensor([0, marks], dtype=torch.int32, device=device),
-            torch.arange(every, every * marks + 1, every, dtype=torch.int32, device=device),
-            torch.arange(1, marks + 1, dtype=torch.int32, device=device),
-        )
     getattr(reference, f"{case.op}_chunked")(
-        *per_token, p.b[tokens][:, values], p.A_log[values], bias, pool, zero, zero, cu, checkpoints=plan, out=out,
+        *per_token, p.b[tokens][:, values], p.A_log[values], bias, states, zero, zero, cu, out=out,
         compute_dtype=torch.float64, **p.options,
     )  # fmt: skip
-    return out, pool[:1], pool[1:] if marks else None
+    return out, states[0]

@@ -239,12 +239,10 @@ def registry_order(case: Case) -> tuple[object, ...]:
 
 
 def registry() -> list[Case]:
-    """Every case once: the short matrix, the others, the late ones; within each by operator and geometry."""
+    """Every case once, by operator, dtype and geometry."""
     cases = [*_decode(), *_verify(), *_prefill(), *_conv()]
     unique = {case.name: case for case in cases}
-    return sorted(
-        unique.values(), key=lambda c: (c.late, OPS.index(c.op), c.state_dtype, c.geometry.id, c.workload.rows)
-    )
+    return sorted(unique.values(), key=lambda c: (OPS.index(c.op), c.state_dtype, c.geometry.id, c.workload.rows))
 
 
 def select(ops: str = "", pattern: str = "", quick: bool = False) -> list[Case]:

@@ -15,16 +15,21 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m perf", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="check, then time ours and every installed peer")
-    run.add_argument("--op", default="", help="operators, comma-separated; all by default")
-    run.add_argument("--case", default="", help="regular expression on case names, such as gdn_decode:Q1:B64:f32")
-    run.add_argument("--peers", default="all", help="all, none, or flashinfer,fla,cudnn,lmdeploy")
-    run.add_argument("--quick", action="store_true", help="the short matrix")
     run.add_argument("--device", default="cuda", help="cuda, or cpu to exercise the harness only")
     run.add_argument("--out", type=Path, help="a .json file for all rows, or a folder for one file a family")
     run.add_argument("--commit", help="commit to record where the tree has no history")
     run.add_argument("--budget", type=float, help="seconds after which remaining cases are skipped")
     run.add_argument("--list", action="store_true", help="print the cases and stop")
     run.add_argument("--base", type=Path, help="results of another commit to compare with afterwards")
+    warm = commands.add_parser("warm", help="compile and tune the peers ahead of a run, in parallel processes")
+    warm.add_argument("--jobs", type=int, help="processes; one a core by default")
+    warm.add_argument("--here", action="store_true", help="in this process")
+    warm.add_argument("--logs", type=Path, help="folder of one log a process")
+    for parts in (run, warm):
+        parts.add_argument("--op", default="", help="operators, comma-separated; all by default")
+        parts.add_argument("--case", default="", help="regular expression on case names, such as gdn_decode:Q1:B64:f32")
+        parts.add_argument("--peers", default="all", help="all, none, or flashinfer,fla,cudnn,lmdeploy")
+        parts.add_argument("--quick", action="store_true", help="the short matrix")
     report = commands.add_parser("report", help="tables and charts from committed results")
     report.add_argument("--results", type=Path, default=RESULTS)
     report.add_argument("--docs", type=Path, default=RESULTS.parents[2] / "docs")
@@ -42,6 +47,8 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     from .compare import compare, load_set
 
     cases = select(options.op, options.case, options.quick)
+    if options.budget is not None:
+        cases.sort(key=lambda case: case.late)
     if options.list:
         print("\n".join(case.name for case in cases))
         return 0
@@ -68,8 +75,24 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         print(f"wrote {path}")
     if options.base:
         print(compare(load_set(str(options.base)), [result]))
+    slowest = sorted(result["rows"], key=lambda row: -row["seconds"])[:8]
+    print("slowest cases, s:", ", ".join(f"{row['case']} {row['seconds']:.1f}" for row in slowest))
+    print("seconds by phase:", result["environment"]["seconds_by_phase"])
     print(f"{len(result['rows'])} rows, {len(result['failures'])} failures, {result['environment']['seconds']} s")
     return 1 if result["failures"] else 0
+
+
+def _warm(options: argparse.Namespace) -> int:
+    from .cases import select
+    from .warm import warm, warm_group
+
+    cases = select(options.op, options.case, options.quick)
+    if options.here:
+        print("\n".join(warm_group(cases, options.peers)))
+        return 0
+    if options.logs:
+        options.logs.mkdir(parents=True, exist_ok=True)
+    return 1 if warm(cases, options.peers, options.jobs, lambda text: print(text, flush=True), options.logs) else 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -79,6 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.command == "run":
             return _run(options, given)
+        if options.command == "warm":
+            return _warm(options)
         if options.base:
             from .compare import compare, load_set
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,14 +17,29 @@ from .geometries import CONV_WIDTH, HEAD_DIM, Geometry
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 STATE_SCALE = 0.1
 SEED = 20_240_611
+KEPT = 2  # shared inputs of one geometry take a few gigabytes
+Made = TypeVar("Made")
 
 
 class Workspace:
-    """Device memory that outlives a case: one buffer of random states a dtype, allocated and filled once."""
+    """Device memory that outlives a case: one buffer of random states a dtype, and the last few inputs that cases share.
 
-    def __init__(self, device: torch.device, pool_bytes: int) -> None:
+    shared_rows: token rows that a geometry's prefill inputs have at least, so that its workloads can share them. gate_sets:
+    by geometry the KDA gate sets to make together.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        pool_bytes: int,
+        shared_rows: int = 0,
+        gate_sets: Mapping[str, Sequence[str | None]] | None = None,
+    ) -> None:
         self.device = device
         self.pool_bytes = pool_bytes
+        self.shared_rows = shared_rows
+        self.gate_sets = gate_sets or {}
+        self._kept: OrderedDict[Hashable, Any] = OrderedDict()
         self.generator = torch.Generator(device=device).manual_seed(SEED)
         self._buffers: dict[torch.dtype, torch.Tensor] = {}
 
@@ -43,6 +60,16 @@ class Workspace:
             self._buffers[dtype] = buffer
         slots = buffer.numel() // elements
         return buffer[: slots * elements].view(slots, *inner)
+
+    def kept(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """What `make` gave for `key`, if it is among the last KEPT asked for."""
+        if key not in self._kept:
+            while len(self._kept) >= KEPT:
+                self._kept.popitem(last=False)
+            self._kept[key] = make()
+        self._kept.move_to_end(key)
+        made: Made = self._kept[key]
+        return made
 
     def save(self) -> Callable[[], None]:
         """Copy all pools; calling what is returned puts the copies back, on the current stream."""
@@ -114,7 +141,7 @@ class DeltaProblem:
         return torch.empty(*self.v.shape, dtype=self.v.dtype, device=self.v.device)
 
 
-def _gate_parameters(ws: Workspace, g: Geometry, gates: str) -> tuple[torch.Tensor, torch.Tensor, float, float]:
+def gate_parameters(ws: Workspace, g: Geometry, gates: str) -> tuple[torch.Tensor, torch.Tensor, float, float]:
     """A_log, dt_bias and mean and deviation of the raw KDA gate, so that the log-decay has the set's distribution."""
     heads, channels = g.hv, g.hv * HEAD_DIM
     zeros = torch.zeros(heads, device=ws.device)
@@ -136,7 +163,7 @@ def delta_problem(ws: Workspace, g: Geometry, w: Workload, state_dtype: str, gat
     keys = g.hk * HEAD_DIM
     q, k, v = row.split([keys, keys, g.hv * HEAD_DIM], dim=1)
     if g.kind == "kda":
-        A_log, dt_bias, mean, deviation = _gate_parameters(ws, g, gates or "trained")
+        A_log, dt_bias, mean, deviation = gate_parameters(ws, g, gates or "trained")
         gate = ws.normal(w.tokens, g.hv, HEAD_DIM).mul_(deviation).add_(mean)
     else:
         A_log = torch.empty(g.hv, device=ws.device).uniform_(0.0, 1.0, generator=ws.generator)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,8 +21,11 @@ from .inputs import Workspace
 from .timing import GraphTimer, Timer, Timings, WallTimer, host_microseconds
 
 GPU_POOL_BYTES = 4 * 2**30
+SHARED_ROWS = 32768  # the longest prefill of the registry
 CPU_POOL_BYTES = 64 * 2**20
-SAVE_EVERY = 4
+SAVE_EVERY = 16
+HOST_CALLS = 16  # of a batch whose Python time is taken
+HOST_DEVICE_US = 3000.0  # device time of such a batch at most
 FIXED_COST_BYTES = 2**16  # below it a launch's fixed cost is all there is, and a floor of bytes says nothing
 
 BENCHES = {
@@ -38,6 +43,22 @@ BENCHES = {
     "causal_conv1d_prefill": "bench_conv",
     "causal_conv1d_decode": "bench_conv",
 }
+
+
+class Clock:
+    """Seconds by what they went to."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time of the block to `name`."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.monotonic() - began
 
 
 def _round(value: float | None) -> float | None:
@@ -102,18 +123,25 @@ def run_case(
     timer: Timer,
     adapters: dict[str, ModuleType],
     copy_tb_s: float | None,
+    clock: Clock | None = None,
 ) -> dict[str, Any]:
     """Check and time one case. Raises what one of our operators raises; peers only lose their column."""
     bench = importlib.import_module(f".{BENCHES[case.op]}", __package__)
+    clock = clock or Clock()
     with torch.no_grad():
-        prepared: Prepared = bench.prepare(case, ws, adapters)
-        errors = gate(prepared)
-        timings = timer.time(prepared.contenders)
+        with clock.phase("prepare"):
+            prepared: Prepared = bench.prepare(case, ws, adapters)
+        with clock.phase("check"):
+            errors = gate(prepared)
+        with clock.phase("time"):
+            timings = timer.time(prepared.contenders)
         ours = next(c for c in prepared.contenders if c.name == "ours")
-        if ws.device.type == "cuda":
-            host_us = host_microseconds(ours.launches, torch.cuda.synchronize)
-        else:
-            host_us = host_microseconds(ours.launches, lambda: None, batches=1, calls=1)
+        with clock.phase("host"):
+            if ws.device.type == "cuda":
+                calls = max(2, min(HOST_CALLS, int(HOST_DEVICE_US / timings.by_name["ours"].us)))
+                host_us = host_microseconds(ours.launches, torch.cuda.synchronize, calls=calls)
+            else:
+                host_us = host_microseconds(ours.launches, lambda: None, batches=1, calls=1)
     return _row(case, prepared, errors, timings, host_us, copy_tb_s)
 
 
@@ -133,12 +161,18 @@ def run(
     budget_s: after this many seconds the remaining cases are named as skipped. save: called with the result so far every
     SAVE_EVERY rows, so that a run that is ended early leaves what it has.
     """
-    began = time.monotonic()
-    adapters, status = peers.load(peer_names)
-    env = environment.describe(device, commit, status, command)
+    began, clock = time.monotonic(), Clock()
+    with clock.phase("start"):
+        adapters, status = peers.load(peer_names)
+        env = environment.describe(device, commit, status, command)
     cuda = device.type == "cuda"
     say(f"{env['device']}, copy {env['copy_tb_s']} TB/s, matmul {env['matmul_tflop_s']} TFLOP/s, peers {status}")
-    ws = Workspace(device, GPU_POOL_BYTES if cuda else CPU_POOL_BYTES)
+    sets: dict[str, dict[str | None, None]] = {}
+    for case in cases:
+        if case.op.endswith("_prefill") and not case.op.startswith("causal"):
+            sets.setdefault(case.geometry.id, {})[case.gates] = None
+    gates = {name: tuple(found) for name, found in sets.items()}
+    ws = Workspace(device, GPU_POOL_BYTES, SHARED_ROWS, gates) if cuda else Workspace(device, CPU_POOL_BYTES)
     timer: Timer = GraphTimer() if cuda else WallTimer()
     rows: list[dict[str, Any]] = []
     failures: dict[str, str] = {}
@@ -147,7 +181,9 @@ def run(
             failures |= {late.name: "not run: time budget" for late in cases[number:]}
             break
         try:
-            row = run_case(case, ws, timer, adapters, env["copy_tb_s"])
+            start = time.monotonic()
+            row = run_case(case, ws, timer, adapters, env["copy_tb_s"], clock)
+            row["seconds"] = _round(time.monotonic() - start)
             schema.validate({"environment": env, "rows": [row]})
             rows.append(row)
         except Exception as error:
@@ -158,6 +194,7 @@ def run(
         if len(rows) % SAVE_EVERY == 0:
             save({"environment": env, "rows": rows, "failures": failures})
     env["clocks"] |= {"end": environment.clocks()} if cuda else {}
+    env["seconds_by_phase"] = {name: round(seconds, 1) for name, seconds in clock.seconds.items()}
     env["seconds"] = round(time.monotonic() - began, 1)
     return {"environment": env, "rows": rows, "failures": failures}
 
