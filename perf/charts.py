@@ -8,7 +8,7 @@ from typing import Any
 
 import matplotlib
 
-from .cases import workload
+from .cases import RANDOM, workload
 from .tables import Row, best_peer, ratio_to_best
 
 matplotlib.use("Agg")
@@ -65,15 +65,18 @@ def _two_panels(
     label: str,
     path: Path,
     title: str,
+    x: Callable[[Row], float] = lambda row: workload(row["workload"]).rows,
+    axis: str = "batch",
+    group: Callable[[Row], str] = lambda row: f"{row['op']} {row['geometry']}",
 ) -> Path | None:
-    """fp32 and bf16 beside each other, by batch."""
+    """fp32 and bf16 beside each other, by batch or what `x` says."""
     figure, panels = plt.subplots(1, 2, figsize=SIZE, sharey=True)
     drawn = False
     for axes, dtype in zip(panels, ("float32", "bfloat16")):
         chosen = [row for row in rows if row["state_dtype"] == dtype]
-        drawn |= _lines(axes, chosen, lambda r: workload(r["workload"]).rows, y, lambda r: f"{r['op']} {r['geometry']}")
+        drawn |= _lines(axes, chosen, x, y, group)
         axes.set_xscale("log", base=2)
-        axes.set_xlabel("batch")
+        axes.set_xlabel(axis)
         axes.set_title(f"{title}, {dtype} state", fontsize=9)
         axes.axhline(1.0, color="0.6", linewidth=0.8)
         axes.grid(alpha=0.3)
@@ -118,6 +121,20 @@ def _prefill(stem: str, result: dict[str, Any], op: str, folder: Path) -> list[P
     return [_save(figure, folder / f"{op}.png")]
 
 
+def _verify(result: dict[str, Any], folder: Path) -> Path | None:
+    """Time over the slab copy by draft tokens, one line a batch."""
+    rows = [row for row in result["rows"] if row["op"].endswith("_verify") and row.get("accepted") == RANDOM]
+
+    def over_slab(row: Row) -> float | None:
+        return row["ours_us"] / row["slab_copy_us"] if row["slab_copy_us"] else None
+
+    path = folder / "verify_over_slab.png"
+    return _two_panels(
+        "verify", result, rows, over_slab, "time over slab copy", path, "verify", lambda r: workload(r["workload"]).lengths[0],
+        "draft tokens", lambda r: f"{r['op'][:3]} {r['geometry']} {workload(r['workload']).rows} rows",
+    )  # fmt: skip
+
+
 def _roofline(results: Results, folder: Path) -> Path:
     """Every row at its intensity against the two ceilings of its run."""
     figure, axes = plt.subplots(figsize=(7.0, 4.6))
@@ -151,6 +168,8 @@ def draw(results: Results, folder: Path) -> list[tuple[str, Path]]:
             floor, peer = folder / f"{name}_over_floor.png", folder / f"{name}_over_peer.png"
             charts.append((stem, _two_panels(stem, result, rows, _over_floor, "time over floor", floor, name)))
             charts.append((stem, _two_panels(stem, result, rows, ratio_to_best, "ours / best peer", peer, name)))
+    if "verify" in results:
+        charts.append(("verify", _verify(results["verify"], folder)))
     for stem, op in (("gdn_prefill",) * 2, ("kda_prefill",) * 2, ("conv", "causal_conv1d_prefill")):
         if stem in results:
             charts += [(stem, path) for path in _prefill(stem, results[stem], op, folder)]

@@ -1,4 +1,4 @@
-"""Command line: `run` measures, `report` draws the documents, `compare` sets two result sets side by side."""
+"""Command line: `warm` compiles the peers, `run` measures, `lines` judges, `report` draws the documents."""
 
 from __future__ import annotations
 
@@ -35,6 +35,10 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--docs", type=Path, default=RESULTS.parents[2] / "docs")
     report.add_argument("--readme", type=Path, help="README whose generated block is replaced too")
     report.add_argument("--no-charts", action="store_true")
+    lines = commands.add_parser(
+        "lines", help="every speed line beside what committed results say: met, missed, not measured"
+    )
+    lines.add_argument("--results", type=Path, default=RESULTS)
     report.add_argument("--base", metavar="REV", help="compare with the results of another commit or folder instead")
     return parser
 
@@ -78,6 +82,11 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     slowest = sorted(result["rows"], key=lambda row: -row["seconds"])[:8]
     print("slowest cases, s:", ", ".join(f"{row['case']} {row['seconds']:.1f}" for row in slowest))
     print("seconds by phase:", result["environment"]["seconds_by_phase"])
+    if options.out and options.out.suffix != ".json":
+        from .lines import lines_table
+        from .report import load_results
+
+        print(lines_table(load_results(options.out)))
     print(f"{len(result['rows'])} rows, {len(result['failures'])} failures, {result['environment']['seconds']} s")
     return 1 if result["failures"] else 0
 
@@ -104,6 +113,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _run(options, given)
         if options.command == "warm":
             return _warm(options)
+        if options.command == "lines":
+            from .lines import lines_table
+            from .report import load_results
+
+            print(lines_table(load_results(options.results)))
+            return 0
         if options.base:
             from .compare import compare, load_set
 

@@ -1,7 +1,7 @@
 """Documents from committed results: tables, sentences and charts. Runs on any machine, reads JSON only.
 
 A document carries marked blocks, `<!-- perf:NAME -->` to `<!-- /perf:NAME -->`; what is between is replaced, the rest is
-left alone. NAME is a result file's stem, `headline`, or `charts`.
+left alone. NAME is a result file's stem, `lines` (each speed line, met or missed), `headline`, or `charts`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from typing import Any
 
 from . import schema
 from .cases import OPS
+from .lines import lines_table
 from .tables import (
     best_peer,
     eager_note,
     environment_line,
+    folded,
     missing_peers,
     number,
     over,
@@ -60,7 +62,8 @@ launch with other random slot ids (prefill: other inputs), so that a replay touc
 contenders of a case take turns, and the median over rounds counts; `spread` is the quartile distance over the median.
 `floor` is the bytes an operator must move over the copy bandwidth measured in the same run. `slab copy` is a kernel that
 moves the same slots and computes nothing. A peer that can only update in place is compared with ours in place. `host` is
-the Python time of one eager call. Repeat with `python -m perf run --out DIR` on an H200.
+the Python time of one eager call. Peers compile and tune themselves beforehand (`python -m perf warm`), several at once on the
+GPU. Repeat with `python -m perf warm && python -m perf run --out DIR` on an H200.
 
 {blocks}
 """
@@ -81,8 +84,7 @@ def family_block(stem: str, result: dict[str, Any], images: list[str]) -> str:
         if not rows:
             continue
         parts += [summary(op, rows), eager_note(rows), missing_peers(rows)]
-        details = f"<details><summary>{op}: all {len(rows)} cells</summary>"
-        parts += [f"{details}\n\n{rows_table(rows)}\n\n</details>"]
+        parts += [folded(f"{op}: all {len(rows)} cells", rows_table(rows)).strip()]
     if result.get("failures"):
         failed = "; ".join(f"{name}: {why}" for name, why in result["failures"].items())
         parts.append(f"Not measured: {failed}.")
@@ -139,9 +141,12 @@ def write_report(results: Path, docs: Path, readme: Path | None = None, *, chart
     if page.is_file():
         text = page.read_text()
     else:
-        blocks = "\n\n".join(f"<!-- perf:{name} -->\n<!-- /perf:{name} -->" for name in ("headline", "charts", *FILES))
+        blocks = "\n\n".join(
+            f"<!-- perf:{name} -->\n<!-- /perf:{name} -->" for name in ("lines", "headline", "charts", *FILES)
+        )
         text = SKELETON.format(blocks=blocks)
     text = replace_block(text, "headline", headline_block(loaded))
+    text = replace_block(text, "lines", lines_table(loaded))
     overall = "\n\n".join(f"![{Path(image).stem}]({image})" for image in images.get("all", []))
     text = replace_block(text, "charts", overall)
     for stem in FILES:

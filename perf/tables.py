@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 Row = dict[str, Any]
+NAMED = 8  # cells named in a sentence; the others are folded away
 EXTRA_PASSES = "_with_passes"  # a peer's time with the gate and norm passes it otherwise leaves to the caller
 
 
@@ -123,8 +124,15 @@ def summary(op: str, rows: Sequence[Row]) -> str:
     slower = sorted((pair for pair in compared if pair[1] > 1.0), key=lambda pair: -pair[1])
     if not slower:
         return text + " No peer is faster on any of them."
-    names = "; ".join(f"{label(row)} ({best_peer(row)[0]}, {ratio:.3f})" for row, ratio in slower)  # type: ignore[index]
-    return f"{text} A peer is faster on {len(slower)}: {names}."
+    names = [f"{label(row)} ({best_peer(row)[0]}, {ratio:.3f})" for row, ratio in slower]  # type: ignore[index]
+    text = f"{text} A peer is faster on {len(slower)}: {'; '.join(names[:NAMED])}"
+    rest = names[NAMED:]
+    return f"{text}.{folded(f'{len(rest)} more where a peer is faster', '; '.join(rest) + '.') if rest else ''}"
+
+
+def folded(title: str, content: str) -> str:
+    """A block that a reader opens."""
+    return f"\n\n<details><summary>{title}</summary>\n\n{content}\n\n</details>"
 
 
 def environment_line(file: str, environment: dict[str, Any]) -> str:

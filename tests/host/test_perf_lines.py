@@ -1,0 +1,110 @@
+"""Speed lines: judged from rows alone, on the worst cell or in the mean, and never met by what was not measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from compact_state.perf import lines
+from compact_state.perf.lines import LINES, Verdict, lines_table, unmeasured, verdicts
+
+
+def row(op: str, geometry: str, load: str, ours: float, dtype: str = "float32", **fields: Any) -> dict[str, Any]:
+    base = {"op": op, "geometry": geometry, "workload": load, "state_dtype": dtype, "ours_us": ours, "peers": {}}
+    return base | {"floor_us": 60.0, "slab_copy_us": 66.0, "bytes": 10**8} | fields
+
+
+def judged(*rows: dict[str, Any]) -> dict[str, Verdict]:
+    result = {"environment": {"copy_tb_s": 4.0}, "rows": list(rows)}
+    return {verdict.line.text: verdict for verdict in verdicts({"any": result})}
+
+
+def one(found: dict[str, Verdict], part: str) -> Verdict:
+    (verdict,) = [verdict for text, verdict in found.items() if part in text]
+    return verdict
+
+
+def test_without_rows_no_line_is_met() -> None:
+    assert {verdict.word for verdict in judged().values()} == {"not measured"}
+    assert len({line.text for line in LINES}) == len(LINES)
+
+
+def test_the_worst_cell_decides_and_is_named() -> None:
+    rows = [row("gdn_decode", "Q1", "B64", 67.0), row("gdn_decode", "Q1", "B256", 70.0)]
+    verdict = one(judged(*rows), "fp32, 1,024 heads and more: time over slab copy")
+    assert verdict.value == pytest.approx(70.0 / 66.0)
+    assert (verdict.word, verdict.count, verdict.over) == ("missed", 2, 1)
+    assert "B256" in verdict.worst
+    assert one(judged(rows[0]), "fp32, 1,024 heads and more: time over slab copy").word == "met"
+
+
+def test_a_limit_is_not_rounded_away() -> None:
+    exact = row("gdn_decode", "Q1", "B64", 66.0 / 0.97)
+    assert one(judged(exact), "fp32, 1,024 heads").word == "met"
+    assert one(judged(exact | {"ours_us": 66.0 / 0.97 + 0.001}), "fp32, 1,024 heads").word == "missed"
+
+
+def test_means_are_geometric_and_small_batches_do_not_count_as_large() -> None:
+    rows = [
+        row("gdn_decode", "Q1", "B8", 8.0, peers={"flashinfer": 10.0}),
+        row("gdn_decode", "Q1", "B64", 72.0, peers={"flashinfer": 71.0, "lmdeploy": 80.0}),
+    ]
+    found = judged(*rows)
+    assert one(found, "geometric mean over the best peer").value == pytest.approx((0.8 * 72.0 / 71.0) ** 0.5)
+    assert one(found, "every cell not slower than the best peer").word == "missed"
+    assert one(found, "fp32, 1,024 heads").count == 1
+
+
+def test_verify_is_set_against_one_token_of_the_same_rows() -> None:
+    rows = [
+        row("gdn_decode", "Q1", "B64", 70.0),
+        row("gdn_verify", "Q1", "B64T6", 90.0, accepted=3),
+        row("gdn_verify", "Q1", "B64T6", 98.0, accepted=6),
+        row("gdn_verify", "Q3", "B64T6", 980.0, accepted=6),
+    ]
+    found = judged(*rows)
+    assert one(found, "the same, 3 accepted").value == pytest.approx(90.0 / 70.0)
+    assert (one(found, "the same, 6 accepted").value, one(found, "the same, 6 accepted").word) == (1.4, "met")
+
+
+def test_gates_checkpoints_and_mixes() -> None:
+    rows = [
+        row("kda_prefill", "G1", "1x8192", us, gates=gates, peers={"cudnn": cudnn, "fla": 900.0})
+        for gates, us, cudnn in (("fast", 200.0, 210.0), ("slow", 211.0, 2300.0))
+    ]
+    rows += [
+        row("gdn_prefill", "Q1", "1x8192", 240.0, bytes=10**8),
+        row("gdn_prefill", "Q1", "1x8192+ckpt512", 260.0, bytes=14 * 10**7),
+        row("gdn_prefill", "Q1", "8x4096", 400.0),
+        row("gdn_prefill", "Q1", "28672+4096", 500.0),
+    ]
+    found = judged(*rows)
+    assert one(found, "slowest gate set over the fastest").value == pytest.approx(211.0 / 200.0)
+    assert one(found, "slowest gate set over the fastest").word == "missed"
+    assert one(found, "geometric mean over cuDNN, fast gates").value == pytest.approx(200.0 / 210.0)
+    assert one(found, "every cell faster than the best peer").count == 2
+    assert one(found, "checkpoints every 512 tokens").value == pytest.approx(20.0 / 10.0)
+    assert one(found, "a long sequence in a mix").value == pytest.approx(500.0 / 400.0)
+
+
+def test_a_peer_that_writes_in_place_is_compared_with_ours_in_place() -> None:
+    cell = row(
+        "gdn_layer_decode", "Q1", "B64", 80.0, ours_in_place_us=72.0, peers={"lmdeploy": 120.0}, in_place_peers=["lmdeploy"]
+    )  # fmt: skip
+    assert one(judged(cell), "layer step over lmdeploy").value == pytest.approx(0.6)
+
+
+def test_the_table_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = {
+        "environment": {"copy_tb_s": 4.0},
+        "rows": [row("gdn_decode", "Q1", "B64", 67.0, case="gdn_decode:Q1:B64:f32")],
+    }
+    names = unmeasured({"decode": result})
+    assert "gdn_decode:Q1:B64:f32" not in names
+    assert "gdn_decode:Q1:B4:f32" in names
+    text = lines_table({"decode": result})
+    assert f"{len(names)} cells of the matrix have no row" in text
+    assert "| not measured |" in text
+    monkeypatch.setattr(lines, "registry", lambda: [])
+    assert "have no row" not in lines_table({"decode": result})
