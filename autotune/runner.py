@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ..cute_kernels.compile.manifest import Entry
 from ..cute_kernels.configs import tables
 from ..perf import environment
 from ..perf.cases import RANDOM, STATE_DTYPES, Case, registry, workload
@@ -24,7 +26,7 @@ from .journal import Journal, Trial
 from .measure import measure_case
 from .space import Key, Space, settings, space_of
 
-POOL_BYTES = 2 * 2**30
+POOL_BYTES = 2**30
 Build = Callable[..., dict[str, str | None]]
 
 
@@ -34,9 +36,11 @@ class TuneError(RuntimeError):
 
 @dataclass
 class Sweep:
-    """What a sweep did. rejected: candidates that were not timed, with the reason. left: cases the budget did not reach."""
+    """What a sweep did. candidates: what was built. rejected: those that were not timed, by symbol, with the reason. left: cases
+    the budget did not reach."""
 
     kernel: str
+    candidates: list[Entry] = field(default_factory=list)
     trials: list[Trial] = field(default_factory=list)
     rejected: dict[str, str] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
@@ -57,8 +61,7 @@ def cases_of(
 
     Raises ValueError or KeyError for a name that is not known, and ValueError when nothing is left.
     """
-    space_of(op)
-    kind = op.split("_")[0]
+    space, kind = space_of(op), op.split("_")[0]
     chosen = geometries or [name for name in PRIMARY if kind not in ("gdn", "kda") or geometry(name).kind == kind]
     wrong = [name for name in chosen if kind in ("gdn", "kda") and geometry(name).kind != kind]
     if wrong:
@@ -66,6 +69,7 @@ def cases_of(
     unknown = [name for name in state_dtypes if name not in STATE_DTYPES]
     if unknown:
         raise ValueError(f"state_dtype {', '.join(unknown)}: allowed: {', '.join(STATE_DTYPES)}")
+    state_dtypes = [name for name in state_dtypes if name in space.states]
     known = [case for case in registry() if case.op == op and case.state_dtype in state_dtypes]
     if op.endswith("layer_decode"):  # with drafts it runs other kernels
         known = [case for case in known if case.accepted is None]
@@ -99,6 +103,12 @@ def _facts(space: Space) -> dict[str, Any]:
         "cutlass_dsl": tables.compiler(),
         "source": tables.code_digest(space.kernel),
     }
+
+
+@functools.cache
+def _environment(device: torch.device, commit: str | None, command: tuple[str, ...]) -> dict[str, Any]:
+    """Measured once for all operators of a command."""
+    return environment.describe(device, commit, {}, command)
 
 
 def tune(
@@ -151,8 +161,8 @@ def tune(
     with Progress(*columns, disable=not progress) as bars:
         every = {key.symbol(): key for case in cases for key in _candidates(space, case)}
         task = bars.add_task("compiling", total=len(every))
-        entries = [space.entry(key) for key in every.values()]
-        reasons = build(entries, jobs or os.cpu_count() or 1, lambda: bars.advance(task))
+        sweep.candidates = [space.entry(key) for key in every.values()]
+        reasons = build(sweep.candidates, jobs or os.cpu_count() or 1, lambda: bars.advance(task))
         sweep.rejected = {symbol: reason for symbol, reason in reasons.items() if reason is not None}
         if build_only or device is None:
             return sweep
@@ -175,7 +185,7 @@ def tune(
                 sweep.resumed += 1
             sweep.trials += known
             bars.advance(task)
-    described = environment.describe(device, commit, {}, list(command)) | facts
+    described = _environment(device, commit, tuple(command)) | facts
     _write(sweep, space, out or tables.SHIPPED, described, facts, threshold)
     return sweep
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from ..cute_kernels.compile.manifest import Entry, ResourceBudget
-from ..cute_kernels.configs import layer, recurrent, tables
-from ..perf.cases import Case
+from ..cute_kernels.configs import conv1d, layer, recurrent, tables, verify
+from ..perf.cases import STATE_DTYPES, Case
 
 
 class Key(Protocol):
@@ -38,7 +38,8 @@ class Space:
     """One operator's part of one kernel's table.
 
     size: the field of a shape that is a size, which tables give as a range; the others match exactly. shape: of a case.
-    heuristic, choose: what the operator would call for a shape, without and with tables. candidates: keys to try.
+    heuristic, choose: what the operator would call for a shape, without and with tables. candidates: keys to try. states:
+    pool dtypes whose operator runs this kernel. brief: workloads that stand for the others in a short sweep.
     """
 
     kernel: str
@@ -48,6 +49,8 @@ class Space:
     choose: Callable[..., Key]
     candidates: Callable[[Shape], list[Key]]
     budget: ResourceBudget
+    states: tuple[str, ...] = STATE_DTYPES
+    brief: tuple[str, ...] = ("B1", "B8", "B64", "B256")
 
     def entry(self, key: Key) -> Entry:
         """What the build takes."""
@@ -115,11 +118,67 @@ _LAYER = Space(
     budget=ResourceBudget(max_registers=128, max_shared_bytes=76 * 1024),
 )
 
+
+def _verify_candidates(shape: Shape) -> list[Key]:
+    return list(verify.candidates(shape["kind"], shape["state"]))
+
+
+def _verify_heuristic(kind: recurrent.Kind, state: recurrent.StateDtype, heads: int) -> verify.VerifyKey:
+    return verify.heuristic(kind, state, heads, round_tokens=state == "bfloat16")
+
+
+def _verify_choose(kind: recurrent.Kind, state: recurrent.StateDtype, heads: int) -> verify.VerifyKey:
+    return verify.choose_verify(kind, state, heads, round_tokens=state == "bfloat16")
+
+
+_VERIFY = Space(
+    kernel="recurrent_verify",
+    size="heads",
+    shape=_recurrent_shape,
+    heuristic=_verify_heuristic,
+    choose=_verify_choose,
+    candidates=_verify_candidates,
+    budget=ResourceBudget(max_registers=168),
+    states=("float32",),  # on bf16 pools the operator runs the tensor-core form unless it is asked to round every token
+    brief=("B1T4", "B8T4", "B64T4", "B64T6"),
+)
+
+_CONV_BUDGET = ResourceBudget(max_registers=96, max_shared_bytes=0)
+_CONV_FORM: Shape = {"width": 4, "weight": "bfloat16"}  # what the benchmark's layers hold
+
+_CONV_DECODE = Space(
+    kernel="conv1d_decode",
+    size="outputs",
+    shape=lambda case: {**_CONV_FORM, "outputs": case.workload.rows * case.geometry.channels},
+    heuristic=conv1d.decode_heuristic,
+    choose=conv1d.choose_decode,
+    candidates=lambda shape: list(conv1d.decode_candidates(shape["width"], shape["weight"])),
+    budget=_CONV_BUDGET,
+    states=("bfloat16",),
+    brief=("B8", "B64", "B256"),
+)
+
+_CONV_PREFILL = Space(
+    kernel="conv1d_prefill",
+    size="mean",
+    shape=lambda case: {**_CONV_FORM, "mean": conv1d.mean_tokens(case.workload.tokens, case.workload.rows)},
+    heuristic=conv1d.prefill_heuristic,
+    choose=conv1d.choose_mean,
+    candidates=lambda shape: list(conv1d.prefill_candidates(shape["width"], shape["weight"])),
+    budget=_CONV_BUDGET,
+    states=("bfloat16",),
+    brief=("1x2048", "1x8192", "8x1024", "ragged64"),
+)
+
 SPACES: dict[str, Space] = {
     "gdn_decode": _DECODE,
     "kda_decode": _DECODE,
     "gdn_layer_decode": _LAYER,
     "kda_layer_decode": _LAYER,
+    "gdn_verify": _VERIFY,
+    "kda_verify": _VERIFY,
+    "causal_conv1d_decode": _CONV_DECODE,
+    "causal_conv1d_prefill": _CONV_PREFILL,
 }
 
 

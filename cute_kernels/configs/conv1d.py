@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from ..compile.manifest import Entry, ResourceBudget
+from . import tables
 
 Dtype = Literal["float32", "bfloat16"]
 SHORT = {"float32": "f32", "bfloat16": "bf16"}
@@ -50,6 +51,8 @@ class ConvDecodeKey(_ConvKey):
     `rows` sequences a block. blocks: blocks an SM must hold, which bounds the registers (0: no bound).
     """
 
+    TUNED: ClassVar[tuple[str, ...]] = ("vec", "rows", "threads", "lanes", "blocks")
+
     vec: int = 4
     rows: int = 4
     threads: int = 64
@@ -76,6 +79,8 @@ class ConvPrefillKey(_ConvKey):
     vec: channels a thread. tokens: tokens a thread. blocks: blocks an SM must hold, which bounds the registers (0: none). pdl:
     programmatic dependent launch.
     """
+
+    TUNED: ClassVar[tuple[str, ...]] = ("vec", "tokens", "blocks", "pdl")
 
     vec: int = 4
     tokens: int = 8
@@ -136,14 +141,38 @@ def _shapes(
     return (small, decode), (prefill, ConvPrefillKey(width, weight, tokens=16))
 
 
-def choose_decode(width: int, weight: Dtype, outputs: int) -> ConvDecodeKey:
-    """The specialisation for `outputs` = sequences x channels."""
+def decode_heuristic(width: int, weight: Dtype, outputs: int) -> ConvDecodeKey:
+    """What `choose_decode` returns where nothing was measured."""
     return _shapes(width, weight)[0][outputs > SMALL_STEP]
+
+
+@tables.memoised
+def choose_decode(width: int, weight: Dtype, outputs: int) -> ConvDecodeKey:
+    """The specialisation for `outputs` = sequences x channels: a table's where it has one, else the heuristic's."""
+    default = decode_heuristic(width, weight, outputs)
+    return tables.tuned("conv1d_decode", default, width=width, weight=weight, outputs=outputs)
+
+
+def prefill_heuristic(width: int, weight: Dtype, mean: int) -> ConvPrefillKey:
+    """What `choose_mean` returns where nothing was measured."""
+    return _shapes(width, weight)[1][mean >= LONG_SEQUENCES]
+
+
+@tables.memoised
+def choose_mean(width: int, weight: Dtype, mean: int) -> ConvPrefillKey:
+    """The specialisation for sequences of `mean` tokens, a power of two."""
+    default = prefill_heuristic(width, weight, mean)
+    return tables.tuned("conv1d_prefill", default, width=width, weight=weight, mean=mean)
+
+
+def mean_tokens(tokens: int, sequences: int) -> int:
+    """Mean tokens of a sequence, down to a power of two: few values, so that choices are remembered."""
+    return 1 << max(tokens // max(sequences, 1), 1).bit_length() - 1
 
 
 def choose_prefill(width: int, weight: Dtype, tokens: int, sequences: int) -> ConvPrefillKey:
     """The specialisation for a packed call."""
-    return _shapes(width, weight)[1][tokens >= LONG_SEQUENCES * sequences]
+    return choose_mean(width, weight, mean_tokens(tokens, sequences))
 
 
 @functools.cache
@@ -158,8 +187,7 @@ def decode_candidates(width: int, weight: Dtype) -> list[ConvDecodeKey]:
         ConvDecodeKey(width, weight, vec, rows, threads, lanes, blocks)
         for vec in (4, 8)
         for rows in (1, 2, 4)
-        for threads in (32, 64, 128)
-        for lanes in (1, 2, 4)
+        for threads, lanes in ((32, 2), (64, 1), (64, 2), (128, 1), (128, 2))
         for blocks in ((0, 1024 // (threads * lanes)) if vec == 4 else (0,))
     ]
     return [key for key in keys if key.rejection() is None]
@@ -184,6 +212,10 @@ def shipped() -> list[Entry]:
     forms: list[tuple[int, Dtype]] = [*served, (3, "bfloat16"), (2, "bfloat16")]
     decodes = dict.fromkeys(key for form in forms for key in _shapes(*form)[0])
     prefills = dict.fromkeys(key for form in forms for key in _shapes(*form)[1])
+    for width, weight in forms:
+        shape = {"width": width, "weight": weight}
+        decodes |= dict.fromkeys(tables.shipped_keys("conv1d_decode", shape, decode_heuristic(width, weight, 1)))
+        prefills |= dict.fromkeys(tables.shipped_keys("conv1d_prefill", shape, prefill_heuristic(width, weight, 1)))
     return [
         *(Entry("conv1d_decode", key, budget) for key in decodes),
         *(Entry("conv1d_prefill", key, budget) for key in prefills),

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ..compile.manifest import Entry, ResourceBudget
+from . import tables
 from .recurrent import KINDS, SHORT, STATE_DTYPES, Kind, StateDtype
 
 MAX_TOKENS = 8  # draft tokens a row can replay or run in one call
@@ -54,6 +56,8 @@ class VerifyKey:
     into registers. blocks: thread blocks an SM must hold at once, which caps registers. commit: replay and store only, no
     new tokens. wy: the tensor-core form (`kernels/wy_verify.py`). pdl: start while the previous kernel of the stream drains.
     """
+
+    TUNED: ClassVar[tuple[str, ...]] = ("rows", "warps", "landing", "blocks", "pdl")
 
     kind: Kind
     state: StateDtype
@@ -127,9 +131,27 @@ class RecurrentPrefillKey:
 SMALL_BATCH_HEADS = 64
 
 
-@functools.lru_cache(maxsize=4096)
+@tables.memoised
 def choose_verify(kind: Kind, state: StateDtype, heads: int, *, round_tokens: bool = False) -> VerifyKey:
-    """The specialisation for `heads` = sequences x value heads. Legal for every shape.
+    """The specialisation for `heads` = sequences x value heads: a table's where it has one, else the heuristic's."""
+    default = heuristic(kind, state, heads, round_tokens=round_tokens)
+    return default if default.wy else tables.tuned("recurrent_verify", default, kind=kind, state=state, heads=heads)
+
+
+def candidates(kind: Kind, state: StateDtype) -> list[VerifyKey]:
+    """The space a sweep tries: the form that rounds where step-by-step decode does."""
+    keys = [
+        VerifyKey(kind, state, rows, warps, landing=landing, blocks=blocks, pdl=True)
+        for rows in (2, 4)
+        for warps in (4, 8)
+        for landing in (False, True)
+        for blocks in (1, 2)
+    ]
+    return [key for key in keys if key.rejection() is None]
+
+
+def heuristic(kind: Kind, state: StateDtype, heads: int, *, round_tokens: bool = False) -> VerifyKey:
+    """What `choose_verify` returns where nothing was measured. Legal for every shape.
 
     The form follows from the pool and `round_tokens` alone, so that a row's bits do not depend on its batch.
     """
@@ -164,7 +186,9 @@ def shipped() -> list[Entry]:
         for state in STATE_DTYPES:
             verify.add(choose_commit(kind, state))
             for heads in (1, SMALL_BATCH_HEADS + 1):
-                verify |= {choose_verify(kind, state, heads, round_tokens=rounds) for rounds in (False, True)}
+                verify |= {heuristic(kind, state, heads, round_tokens=rounds) for rounds in (False, True)}
+            shape = {"kind": kind, "state": state}
+            verify |= tables.shipped_keys("recurrent_verify", shape, heuristic(kind, state, 1, round_tokens=True))
             prefill.add(choose_prefill(kind, state))
     budget = ResourceBudget(max_registers=168)
     return [
