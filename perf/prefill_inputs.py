@@ -7,6 +7,7 @@ outputs are a prefix of the reference's, final states and checkpoints stand amon
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from ..cute_kernels import Checkpoints, reference
-from .cases import Case
+from .cases import Case, registry
 from .geometries import HEAD_DIM, Geometry
 from .inputs import DTYPES, STATE_SCALE, DeltaProblem, Workspace, gate_parameters
 from .timing import COLD_BYTES
@@ -70,7 +71,7 @@ class PrefillInputs:
         length = case.workload.lengths[0]
         known = self.oracles.get(case.gates)
         if known is None or not known.covers(case):
-            marks = {*range(MARK_EVERY, self.rows + 1, MARK_EVERY), length}
+            marks = {*range(MARK_EVERY, self.rows + 1, MARK_EVERY), length, *_first_lengths(self.rows)}
             every = case.workload.checkpoint_every
             marks |= set(range(every, length + 1, every)) if every else set()
             marks |= {end for oracle in self.oracles.values() for end in oracle.states}
@@ -84,6 +85,12 @@ class PrefillInputs:
 
 
 ORACLE_ROWS = 32768
+
+
+@functools.cache
+def _first_lengths(rows: int) -> frozenset[int]:
+    """Lengths of the first sequences of the registry's prefill cases, so that one pass has all their states."""
+    return frozenset(length for case in registry() if (length := case.workload.lengths[0]) <= rows)
 
 
 @dataclass

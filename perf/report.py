@@ -27,16 +27,13 @@ from .tables import (
     table,
 )
 
-# The last two: a few cells beside a peer that tunes itself for minutes, from runs of their own.
-FILES = ("decode", "verify", "gdn_prefill", "kda_prefill", "conv", "gdn_prefill_fla", "kda_prefill_fla")
+FILES = ("decode", "verify", "gdn_prefill", "kda_prefill", "conv")
 TITLES = {
     "decode": "Decode, one token",
     "verify": "Draft verify and commit",
     "gdn_prefill": "GDN prefill",
     "kda_prefill": "KDA prefill",
     "conv": "Causal conv",
-    "gdn_prefill_fla": "GDN prefill beside FLA",
-    "kda_prefill_fla": "KDA prefill beside FLA",
 }
 HEADLINE = (  # operator, geometry, workload, state dtype, gates, accepted
     ("gdn_decode", "Q1", "B64", "float32", None, None),
@@ -93,10 +90,7 @@ def family_block(stem: str, result: dict[str, Any], images: list[str]) -> str:
 
 def headline_block(results: dict[str, dict[str, Any]]) -> str:
     """The few cells a reader looks for first."""
-    found: dict[tuple[Any, ...], tuple[str, dict[str, Any]]] = {}
-    for stem, result in results.items():
-        for row in result["rows"]:
-            found.setdefault(schema.identity(row), (stem, row))
+    found = {schema.identity(row): (stem, row) for stem, result in results.items() for row in result["rows"]}
     lines = []
     for key in HEADLINE:
         if key not in found:
@@ -152,7 +146,7 @@ def write_report(results: Path, docs: Path, readme: Path | None = None, *, chart
     for stem in FILES:
         if stem in loaded:
             text = replace_block(text, stem, family_block(stem, loaded[stem], images.get(stem, [])))
-        elif not stem.endswith("_fla"):
+        else:
             text = replace_block(text, stem, f"## {TITLES[stem]}\n\n{UNMEASURED}")
     docs.mkdir(parents=True, exist_ok=True)
     page.write_text(text)

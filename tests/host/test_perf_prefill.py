@@ -1,0 +1,153 @@
+"""Prefill's shared inputs: workloads of a geometry take one oracle, and what is wrong anywhere it looks is not timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from compact_state import cute_kernels
+from compact_state.cute_kernels import reference
+from compact_state.perf import prefill_inputs, run, timing, warm
+from compact_state.perf.bench import WrongResultError
+from compact_state.perf.cases import Case, select, workload
+from compact_state.perf.geometries import Geometry
+from compact_state.perf.inputs import Workspace
+from compact_state.perf.peers.common import PeerCall
+from compact_state.perf.prefill_inputs import shared_inputs
+
+CPU = torch.device("cpu")
+GDN = Geometry("Q4", "two heads", 8, "gdn", 1, 2, ("float32",))
+KDA = Geometry("G2", "two heads", 8, "kda", 2, 2, ("float32",), -5.0)
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "COLD_BYTES", 2**18)
+    monkeypatch.setattr(prefill_inputs, "COLD_BYTES", 2**10)
+
+
+def case(load: str, g: Geometry = GDN, gates: str | None = None, dtype: str = "float32") -> Case:
+    return Case(f"{g.kind}_prefill", g, workload(load), dtype, gates)
+
+
+def workspace(**gate_sets: tuple[str | None, ...]) -> Workspace:
+    return Workspace(CPU, 2**23, shared_rows=96, gate_sets=gate_sets)
+
+
+def test_workloads_of_a_geometry_share_rows_and_a_second_set_takes_the_next_ones() -> None:
+    ws = workspace()
+    shared = shared_inputs(case("40+8"), ws, 2)
+    assert shared is shared_inputs(case("1x16"), ws, 1)
+    one, other, next_set = (
+        shared.problem(case("40+8"), ws),
+        shared.problem(case("1x16"), ws),
+        shared.problem(case("40+8"), ws, 1),
+    )
+    assert torch.equal(one.q[:16], other.q)
+    assert torch.equal(torch.cat([one.v, next_set.v]).flatten(1), shared.packed[:96, 2 * 128 :])
+    assert not torch.equal(one.gate, next_set.gate)
+
+
+@pytest.mark.parametrize("gates", ["fast", "slow", "trained", "bound"])
+def test_the_oracle_of_all_gate_sets_is_each_ones_own_recurrence(gates: str) -> None:
+    every = ("fast", "slow", "trained", "bound")
+    ws = workspace(G2=every)
+    wanted = case("1x40+ckpt16", KDA, gates)
+    shared = shared_inputs(wanted, ws, 1)
+    oracle, p = shared.oracle(wanted), shared.problem(wanted, ws)
+    assert set(shared.oracles) == set(every)
+    states = torch.zeros(2, 2, 128, 128, dtype=torch.float64)
+    states[0] = shared.state
+    ids = torch.tensor([[0], [1]], dtype=torch.int32)
+    out = torch.empty(40, 2, 128, dtype=torch.float64)
+    reference.kda_prefill(
+        *p.arguments, states, *ids, torch.tensor([0, 40], dtype=torch.int32), out=out, compute_dtype=torch.float64, **p.options
+    )  # fmt: skip
+    assert torch.allclose(oracle.out[:40], out, rtol=1e-9, atol=1e-12)
+    assert torch.allclose(oracle.states[40], states[1], rtol=1e-9, atol=1e-12)
+    assert {16, 32, 40} <= set(oracle.states)
+
+
+def test_a_state_that_the_oracle_lacks_is_added() -> None:
+    ws = workspace()
+    first, second = case("1x16"), case("1x40+ckpt8")
+    shared = shared_inputs(first, ws, 1)
+    out = shared.oracle(first).out
+    assert not shared.oracle(first).covers(second)
+    assert {8, 16, 24, 32, 40} <= set(shared.oracle(second).states)
+    assert torch.allclose(shared.oracle(first).out, out, rtol=1e-9, atol=1e-12)
+
+
+def spoil_output(out: torch.Tensor, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    out[-1] *= 1.5
+
+
+def spoil_state(out: torch.Tensor, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    arguments[7][arguments[9][0].long()] *= 1.05
+
+
+def spoil_last_state(out: torch.Tensor, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    arguments[7][arguments[9][-1].long()] *= 1.05
+
+
+def spoil_checkpoint(out: torch.Tensor, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    arguments[7][options["checkpoints"].slots[0].long()] *= 1.05
+
+
+@pytest.mark.parametrize(
+    ("spoil", "word"),
+    [(spoil_output, "output"), (spoil_state, "state"), (spoil_last_state, "state"), (spoil_checkpoint, "checkpoint")],
+)
+def test_what_is_wrong_anywhere_is_not_timed(
+    monkeypatch: pytest.MonkeyPatch, spoil: Callable[[torch.Tensor, tuple[Any, ...], dict[str, Any]], None], word: str
+) -> None:
+    right = cute_kernels.gdn_prefill
+
+    def wrong(*arguments: Any, **options: Any) -> torch.Tensor:
+        out = right(*arguments, **options)
+        spoil(out, arguments, options)
+        return out
+
+    monkeypatch.setattr(cute_kernels, "gdn_prefill", wrong)
+    with pytest.raises(WrongResultError, match=rf"RMS ratios .*{word}"):
+        run.run_case(case("24+10+ckpt8"), workspace(), timing.WallTimer(), {}, None)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_cases_in_turn_pass_whatever_ran_before(dtype: str) -> None:
+    ws = workspace()
+    for load in ("24+10", "1x40+ckpt8", "1+3+20", "1x16"):
+        row = run.run_case(case(load, dtype=dtype), ws, timing.WallTimer(), {}, None)
+        assert row["error"]["ours"]["output"] < 0.004
+
+
+def test_every_case_is_warmed_in_one_group() -> None:
+    cases = select()
+    found = warm.groups(cases)
+    assert sorted(case.name for group in found.values() for case in group) == sorted(case.name for case in cases)
+    assert next(iter(found))[0].endswith("prefill")
+    for (_, name), group in found.items():
+        assert {case.geometry.id for case in group} == {name}
+
+
+def test_a_peer_that_fails_is_named_and_the_others_are_warmed(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+
+    def failing(p: Any, cu: torch.Tensor) -> dict[str, PeerCall]:
+        def make(read: torch.Tensor, write: torch.Tensor, out: torch.Tensor) -> Callable[[], torch.Tensor]:
+            def launch() -> torch.Tensor:
+                called.append(p.workload.name)
+                raise RuntimeError("no compiler")
+
+            return launch
+
+        return {"fla": PeerCall(make, in_place=True)}
+
+    monkeypatch.setattr("compact_state.perf.peers.load", lambda names: ({"fla": SimpleNamespace(prefill=failing)}, {}))
+    failures = warm.warm_group([case("24+10"), case("1x16")], "fla")
+    assert called == ["24+10", "1x16"]
+    assert [text.split(" fla: ")[1] for text in failures] == ["RuntimeError: no compiler"] * 2
