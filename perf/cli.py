@@ -21,11 +21,22 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--budget", type=float, help="seconds after which remaining cases are skipped")
     run.add_argument("--list", action="store_true", help="print the cases and stop")
     run.add_argument("--base", type=Path, help="results of another commit to compare with afterwards")
+    run.add_argument("--turn", type=Path, help="for `all`: say ready at this path, measure when told to")
+    run.add_argument("--warm-here", default="", help="for `all`: peers to compile in this process before it is ready")
+    run.add_argument("--record", help="for `all`: the command to record")
+    whole = commands.add_parser(
+        "all", help="the whole matrix: peers compile in parallel, then every family is measured"
+    )
+    whole.add_argument("--out", type=Path, required=True, help="a folder: one file a family")
+    whole.add_argument("--device", default="cuda", help="cuda, or cpu to exercise the harness only")
+    whole.add_argument("--commit", help="commit to record where the tree has no history")
+    whole.add_argument("--budget", type=float, default=420.0, help="seconds of measuring; what does not fit is named")
+    whole.add_argument("--jobs", type=int, help="processes that compile; one a core by default")
     warm = commands.add_parser("warm", help="compile and tune the peers ahead of a run, in parallel processes")
     warm.add_argument("--jobs", type=int, help="processes; one a core by default")
     warm.add_argument("--here", action="store_true", help="in this process")
     warm.add_argument("--logs", type=Path, help="folder of one log a process")
-    for parts in (run, warm):
+    for parts in (run, whole, warm):
         parts.add_argument("--op", default="", help="operators, comma-separated; all by default")
         parts.add_argument("--case", default="", help="regular expression on case names, such as gdn_decode:Q1:B64:f32")
         parts.add_argument("--peers", default="all", help="all, none, or flashinfer,fla,cudnn,lmdeploy")
@@ -59,7 +70,16 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         print("perf run: no CUDA device; allowed: --device cpu, which exercises the harness only", file=sys.stderr)
         return 2
-    command = ["python", "-m", "perf", *arguments]
+    command = [options.record] if options.record else ["python", "-m", "perf", *arguments]
+    if options.warm_here:
+        from .warm import warm_group
+
+        print("\n".join(warm_group(cases, options.warm_here)), end="")
+        torch.cuda.empty_cache()
+    if options.turn:
+        from .matrix import Turn
+
+        options.budget = Turn(options.turn).wait()
     by_name = {case.name: case for case in cases}
 
     def save(result: dict[str, Any]) -> list[Path]:
@@ -92,6 +112,7 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _warm(options: argparse.Namespace) -> int:
+    from . import peers
     from .cases import select
     from .warm import warm, warm_group
 
@@ -101,7 +122,25 @@ def _warm(options: argparse.Namespace) -> int:
         return 0
     if options.logs:
         options.logs.mkdir(parents=True, exist_ok=True)
-    return 1 if warm(cases, options.peers, options.jobs, lambda text: print(text, flush=True), options.logs) else 0
+    names = peers.wanted(options.peers)
+    return (
+        1 if warm(cases, lambda family: names, options.jobs, lambda text: print(text, flush=True), options.logs) else 0
+    )
+
+
+def _all(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    from .cases import select
+    from .lines import lines_table
+    from .matrix import measure
+    from .report import load_results
+
+    failed = measure(
+        select(options.op, options.case, options.quick), options.out, peer_names=options.peers, device=options.device,
+        commit=options.commit, budget_s=options.budget, jobs=options.jobs,
+        command=" ".join(["python", "-m", "perf", *arguments]), say=lambda text: print(text, flush=True),
+    )  # fmt: skip
+    print(lines_table(load_results(options.out)))
+    return 1 if failed else 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -111,6 +150,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.command == "run":
             return _run(options, given)
+        if options.command == "all":
+            return _all(options, given)
         if options.command == "warm":
             return _warm(options)
         if options.command == "lines":

@@ -59,14 +59,20 @@ def groups(cases: Sequence[Case]) -> dict[tuple[str, str], list[Case]]:
 
 def warm(
     cases: Sequence[Case],
-    peer_names: str,
+    peers_of: Callable[[str], Sequence[str]],
     jobs: int | None = None,
     say: Callable[[str], None] = print,
     logs: Path | None = None,
 ) -> int:
-    """Warm all groups in at most `jobs` processes; gives how many ended badly."""
+    """Warm all groups in at most `jobs` processes; gives how many ended badly.
+
+    Args:
+        peers_of: names of the peers to warm for a family ("step", "conv", "gdn_prefill", "kda_prefill"); none: it is left out.
+        jobs: processes, one a core by default.
+        logs: folder of one log a process.
+    """
     by_group = groups(cases)
-    waiting = list(by_group)
+    waiting = [key for key in by_group if peers_of(key[0])]
     running: dict[tuple[str, str], tuple[subprocess.Popen[str], float]] = {}
     bad = 0
     began = time.monotonic()
@@ -77,7 +83,7 @@ def warm(
             command = [sys.executable, "-m", "compact_state.perf", "warm", "--here", "--case", f"^({names})$"]
             out = subprocess.DEVNULL if logs is None else (logs / f"{family}-{name.replace('/', '_')}.log").open("w")
             process = subprocess.Popen(
-                [*command, "--peers", peer_names], stdout=out, stderr=subprocess.STDOUT, text=True,
+                [*command, "--peers", ",".join(peers_of(family))], stdout=out, stderr=subprocess.STDOUT, text=True,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )  # fmt: skip
             running[key] = process, time.monotonic()

@@ -14,19 +14,25 @@ MODULES = {
 }
 
 
+def wanted(names: str) -> tuple[str, ...]:
+    """Peers that "all", "none" or a comma-separated choice means. Raises ValueError for an unknown name."""
+    chosen = NAMES if names == "all" else () if names == "none" else tuple(names.split(","))
+    unknown = [name for name in chosen if name not in NAMES]
+    if unknown:
+        raise ValueError(f"--peers {','.join(unknown)}: allowed: all, none, {', '.join(NAMES)}")
+    return chosen
+
+
 def load(names: str = "all") -> tuple[dict[str, ModuleType], dict[str, str]]:
     """Adapters that work here, and for every name its version or why it is missing.
 
     `names`: "all", "none" or a comma-separated choice. Raises ValueError for an unknown name.
     """
-    wanted = NAMES if names == "all" else () if names == "none" else tuple(names.split(","))
-    unknown = [name for name in wanted if name not in NAMES]
-    if unknown:
-        raise ValueError(f"--peers {','.join(unknown)}: allowed: all, none, {', '.join(NAMES)}")
+    chosen = wanted(names)
     adapters: dict[str, ModuleType] = {}
     status: dict[str, str] = {}
     for name in NAMES:
-        if name not in wanted:
+        if name not in chosen:
             status[name] = "not asked for"
             continue
         try:

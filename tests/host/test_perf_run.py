@@ -12,10 +12,11 @@ import torch
 from compact_state import cute_kernels
 from compact_state.perf import peers, run, schema, timing
 from compact_state.perf.bench import Unsupported, WrongResultError
-from compact_state.perf.cases import GATES, Case, workload
+from compact_state.perf.cases import GATES, Case, select, workload
 from compact_state.perf.cli import main
 from compact_state.perf.geometries import Geometry, geometry
 from compact_state.perf.inputs import Workspace, delta_problem
+from compact_state.perf.matrix import Turn, by_family, pattern
 from compact_state.perf.peers.common import PeerCall, log_decay
 
 CPU = torch.device("cpu")
@@ -233,3 +234,38 @@ def test_ours_is_never_timed_outside_a_graph_and_a_peer_says_so(monkeypatch: pyt
         with pytest.raises(RuntimeError, match="capture failed"):
             timer._runner(timing.Contender(name, [lambda: None]), None)
     assert timer._runner(timing.Contender("fla", [lambda: None] * 3), None).graph is False
+
+
+def test_the_whole_matrix_command_gives_every_family_its_turn(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["all", "--op", "advance_state_ids", "--peers", "none", "--device", "cpu", "--out", str(tmp_path)]
+    assert main(arguments) == 0
+    result = schema.load(tmp_path / "decode.json")
+    assert {row["workload"] for row in result["rows"]} == {"B64", "B512"}
+    assert result["environment"]["command"] == " ".join(["python", "-m", "perf", *arguments])
+    assert "step: status 0" in capfd.readouterr().out
+
+
+def test_a_turn_is_waited_for_and_an_orphan_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+    import threading
+
+    turn = Turn(tmp_path / "step")
+    timer = threading.Timer(0.2, turn.give, [7.0])
+    timer.start()
+    assert turn.wait() == 7.0
+    assert turn.ready.exists()
+    timer.join()
+    parents = iter([1, 1, 2])
+    monkeypatch.setattr(os, "getppid", lambda: next(parents))
+    with pytest.raises(RuntimeError, match="has ended"):
+        Turn(tmp_path / "conv").wait()
+
+
+def test_families_cover_the_registry_and_select_exactly_their_cases(tmp_path: Path) -> None:
+    cases = select()
+    families = by_family(cases, tmp_path)
+    assert sorted(case.name for family in families for case in family.cases) == sorted(case.name for case in cases)
+    for family in families:
+        assert [case.name for case in select("", pattern(family.cases))] == [case.name for case in family.cases]
