@@ -59,8 +59,8 @@ launch with other random slot ids (prefill: other inputs), so that a replay touc
 contenders of a case take turns, and the median over rounds counts; `spread` is the quartile distance over the median.
 `floor` is the bytes an operator must move over the copy bandwidth measured in the same run. `slab copy` is a kernel that
 moves the same slots and computes nothing. A peer that can only update in place is compared with ours in place. `host` is
-the Python time of one eager call. Peers compile and tune themselves beforehand (`python -m perf warm`), several at once on the
-GPU. Repeat with `python -m perf warm && python -m perf run --out DIR` on an H200.
+the Python time of one eager call. Peers compile and tune themselves beforehand, several processes at once on the GPU. Repeat on
+an H200 with `python -m perf all --out DIR`; what ran inside the kernels, with `python -m compact_state.perf.inside collect`.
 
 {blocks}
 """
