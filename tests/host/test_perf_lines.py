@@ -108,3 +108,21 @@ def test_the_table_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None
     assert "| not measured |" in text
     monkeypatch.setattr(lines, "registry", lambda: [])
     assert "have no row" not in lines_table({"decode": result})
+
+
+def test_the_whole_matrix_counts_only_when_it_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = [case for case in lines.registry() if case.name in ("gdn_decode:Q1:B64:f32", "gdn_decode:Q1:B8:f32")]
+    monkeypatch.setattr(lines, "registry", lambda: cases)
+    rows = [row("gdn_decode", "Q1", case.workload.name, 60.0, case=case.name) for case in cases]
+    environments = [
+        {"copy_tb_s": 4.0, "date": date, "seconds": seconds} for date, seconds in (("a", 100.0), ("b", 390.0))
+    ]
+
+    def word(*results: dict[str, Any]) -> str:
+        found = {verdict.line.text: verdict for verdict in verdicts(dict(enumerate(results)))}  # type: ignore[arg-type]
+        return one(found, "the whole matrix").word
+
+    first, second = ({"environment": environment, "rows": [it]} for environment, it in zip(environments, rows))
+    assert word(first) == "not measured"
+    assert word(first, second) == "missed"
+    assert word(first, second | {"environment": environments[0]}) == "met"
