@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 """Write a small random Qwen3.5 checkpoint, with tokenizer, whose answers depend on the whole prompt.
 
-    python lmd_tiny.py OUT_DIR [--shape tiny|0.8b] [--seed N]
+    python lmd_tiny.py OUT_DIR [--shape tiny|0.8b|35b] [--seed N] [--device cuda]
 
 Drawn as transformers draws it, such a model answers one token for ever: the residual stream carries the embedding of the
 last token to a head that is that same embedding. Here the head is a matrix of its own, every projection keeps the scale
 of its input, and the gates decay slowly, so that the states of the linear layers decide the answer.
 
-Needs torch, numpy, transformers (made with 5.17), tokenizers. No GPU. Every machine writes the same weights.
+Needs torch, numpy, transformers (made with 5.17), tokenizers. No GPU. Every machine writes the same weights, unless
+they are drawn on a GPU, which takes seconds where a CPU takes minutes.
 """
 
 from __future__ import annotations
@@ -51,6 +52,19 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 256,
         "linear_num_key_heads": 16,
         "linear_num_value_heads": 16,
+        "max_position_embeddings": 65536,
+    },
+    # The linear and attention layers of Qwen3.5-35B-A3B; a dense block as wide as the experts that one token uses.
+    "35b": {
+        "vocab_size": 8192,
+        "hidden_size": 2048,
+        "intermediate_size": 4608,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
         "max_position_embeddings": 65536,
     },
 }
@@ -107,27 +121,29 @@ def make_config(shape: str = "tiny") -> Any:
     )
 
 
+def _rule(name: str, shape: tuple[int, ...]) -> tuple[float, float] | float:
+    """How one parameter is drawn: uniform between two bounds, or normal of this deviation."""
+    if name.endswith("A_log"):
+        return -5.0, -1.0
+    if name.endswith("dt_bias"):
+        return -2.0, 0.0
+    if name.endswith("conv1d.weight"):
+        return 0.5
+    if name.endswith("embed_tokens.weight"):
+        return 1.0
+    if name.endswith("lm_head.weight"):
+        # Wide logits: a bf16 rounding elsewhere seldom changes the largest one.
+        return 4.0 * float(shape[1] ** -0.5)
+    return 0.02 if "visual" in name else float(shape[1] ** -0.5)
+
+
 def _drawn(parameter: torch.Tensor, name: str, seed: int) -> torch.Tensor:
     """Values for one parameter, decided by its name and shape alone: the same on every machine and torch."""
     draw = np.random.default_rng([seed, zlib.crc32(name.encode())])
     shape = tuple(parameter.shape)
-    if name.endswith("A_log"):
-        values = draw.uniform(-5.0, -1.0, shape)
-    elif name.endswith("dt_bias"):
-        values = draw.uniform(-2.0, 0.0, shape)
-    else:
-        if name.endswith("conv1d.weight"):
-            scale = 0.5
-        elif name.endswith("embed_tokens.weight"):
-            scale = 1.0
-        elif name.endswith("lm_head.weight"):
-            # Wide logits: a bf16 rounding elsewhere seldom changes the largest one.
-            scale = 4.0 * shape[1] ** -0.5
-        elif "visual" in name:
-            scale = 0.02
-        else:
-            scale = shape[1] ** -0.5
-        values = draw.standard_normal(shape, np.float32) * np.float32(scale)
+    rule = _rule(name, shape)
+    uniform = isinstance(rule, tuple)
+    values = draw.uniform(*rule, shape) if uniform else draw.standard_normal(shape, np.float32) * np.float32(rule)
     return torch.from_numpy(np.asarray(values, np.float32)).to(parameter.dtype)
 
 
@@ -141,6 +157,29 @@ def make_model(shape: str = "tiny", seed: int = 0) -> Any:
         if parameter.dim() > 1 or name.endswith(("A_log", "dt_bias")):
             parameter.copy_(_drawn(parameter, name, seed))
     return model
+
+
+@torch.no_grad()
+def make_weights(shape: str, seed: int, device: str) -> dict[str, torch.Tensor]:
+    """The same model's parameters by name, drawn on `device` without building it; other values than make_model's."""
+    from transformers import Qwen3_5ForConditionalGeneration
+
+    with torch.device("meta"):
+        model = Qwen3_5ForConditionalGeneration(make_config(shape)).to(torch.bfloat16)
+    weights = {}
+    for name, parameter in model.named_parameters():
+        draw = torch.Generator(device).manual_seed(seed * 2**32 + zlib.crc32(name.encode()))
+        size = tuple(parameter.shape)
+        if len(size) == 1 and not name.endswith(("A_log", "dt_bias")):
+            # Norms scale by 1 + weight, but for the gated one and those of the vision tower.
+            scale = name.endswith("weight") and ("linear_attn" in name or "visual" in name)
+            values = torch.full(size, float(scale), device=device)
+        elif isinstance(rule := _rule(name, size), tuple):
+            values = torch.empty(size, device=device).uniform_(*rule, generator=draw)
+        else:
+            values = torch.empty(size, device=device).normal_(0.0, rule, generator=draw)
+        weights[name] = values.to(torch.bfloat16).contiguous()
+    return weights
 
 
 def make_tokenizer() -> Any:
@@ -164,10 +203,19 @@ def make_tokenizer() -> Any:
     return tokenizer
 
 
-def write_checkpoint(out_dir: Path, shape: str = "tiny", seed: int = 0) -> Path:
+def write_checkpoint(out_dir: Path, shape: str = "tiny", seed: int = 0, device: str = "cpu") -> Path:
     """Write config, weights and tokenizer to `out_dir`; returns it."""
     out_dir.mkdir(parents=True, exist_ok=True)
-    make_model(shape, seed).save_pretrained(out_dir)
+    if device == "cpu":
+        make_model(shape, seed).save_pretrained(out_dir)
+    else:
+        from safetensors.torch import save_file
+
+        config = make_config(shape)
+        config.architectures = ["Qwen3_5ForConditionalGeneration"]
+        config.save_pretrained(out_dir)
+        weights = {name: tensor.cpu() for name, tensor in make_weights(shape, seed, device).items()}
+        save_file(weights, out_dir / "model.safetensors", metadata={"format": "pt"})
     make_tokenizer().save_pretrained(out_dir)
     return out_dir
 
@@ -177,8 +225,9 @@ def main() -> None:
     parser.add_argument("out_dir", type=Path, help="directory to write to; made if missing")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random weights (default 0)")
+    parser.add_argument("--device", default="cpu", help="where the weights are drawn")
     arguments = parser.parse_args()
-    write_checkpoint(arguments.out_dir, arguments.shape, arguments.seed)
+    write_checkpoint(arguments.out_dir, arguments.shape, arguments.seed, arguments.device)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,103 @@
+"""Command line: `equality`, `load`, `server` and `ray`, each on a checkpoint that tests/integration/lmd_tiny.py wrote."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..environment import describe
+from . import equality, load, server, tensor_parallel
+from .fleet import ENGINE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m compact_state.perf.serving", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in ("equality", "load", "server", "ray"):
+        command = commands.add_parser(name)
+        command.add_argument("model", help="checkpoint")
+        command.add_argument("--out", type=Path, required=True, help="JSON to write; rewritten as results come")
+        command.add_argument("--logs", type=Path, default=Path("/tmp/serving"), help="folder of the engines' logs")
+        command.add_argument("--budget", type=float, default=300.0, help="seconds for everything")
+        command.add_argument("--engine", nargs="+", default=ENGINE, help=argparse.SUPPRESS)
+        command.add_argument("--settings", type=json.loads, default={}, help="JSON on top of the engines' settings")
+        if name in ("equality", "ray"):
+            command.add_argument("--new", type=int, default=24, help="tokens of each answer")
+        if name == "equality":
+            command.add_argument("--mixed", type=int, default=256, help="requests of the mixed load; 0 for none")
+            command.add_argument("--only", default="", help="names of engines, comma-separated; all by default")
+        if name == "load":
+            command.add_argument("--case", type=load.Case.parse, action="append", help="such as 64x2048+256:5")
+            command.add_argument("--variants", default="legacy,compact")
+            command.add_argument("--caching", default="off,on")
+            command.add_argument("--start", type=float, default=240.0, help="seconds that an engine may take to start")
+            command.add_argument("--profile", action="store_true", help="kernels and functions afterwards")
+        if name == "server":
+            command.add_argument("--variant", default="compact", choices=("compact", "legacy"))
+    return parser
+
+
+def _run(options: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    if options.command == "equality":
+        engines = equality.specs(options.model, options.settings)
+        return equality.run(
+            options.model,
+            engines=[spec for spec in engines if not options.only or spec.name in options.only.split(",")],
+            logs=options.logs,
+            new=options.new,
+            mixed=options.mixed,
+            save=save,
+            limit_s=options.budget,
+            engine=options.engine,
+        )
+    if options.command == "load":
+        caching = tuple(word == "on" for word in options.caching.split(","))
+        engines = load.specs(options.model, tuple(options.variants.split(",")), caching, options.settings)
+        cases = options.case or [load.Case.parse(text) for text in load.CASES]
+        return load.run(
+            options.model,
+            cases,
+            engines=engines,
+            logs=options.logs,
+            budget_s=options.budget,
+            start_s=options.start,
+            save=save,
+            profile=options.profile,
+            engine=options.engine,
+        )
+    options.logs.mkdir(parents=True, exist_ok=True)
+    if options.command == "server":
+        log = options.logs / f"server-{options.variant}.log"
+        return server.run(options.model, log=log, limit_s=options.budget, variant=options.variant)
+    return tensor_parallel.run(
+        options.model, logs=options.logs, new=options.new, limit_s=options.budget, save=save, engine=options.engine
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry of `python -m compact_state.perf.serving`."""
+    import torch
+
+    options = _parser().parse_args(arguments)
+    # Told to stop, it still ends the engines that it started.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    environment = describe(device, None, {}, ["python", "-m", "compact_state.perf.serving", options.command, "MODEL"])
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+    def save(result: dict[str, Any]) -> None:
+        options.out.write_text(json.dumps({"environment": environment, options.command: result}, indent=1) + "\n")
+
+    result = _run(options, save)
+    save(result)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,139 @@
+"""Engines side by side on one machine, started at once and asked one at a time, so that trials can alternate."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+ENABLE = "LMDEPLOY_ENABLE_COMPACT_STATE"
+ENGINE = ["-m", "compact_state.perf.serving.engine"]
+
+
+class EngineError(RuntimeError):
+    """An engine could not do what it was asked, or ended; the text has its traceback or the end of its log."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One engine: `variant` is legacy or compact, `settings` go to PytorchEngineConfig, `environment` on top of ours."""
+
+    variant: str
+    model: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    name: str = ""
+
+    @property
+    def label(self) -> str:
+        """What names it in logs and results."""
+        return self.name or f"{self.variant}-{Path(self.model).name}"
+
+
+class Running:
+    """One engine process."""
+
+    def __init__(self, spec: Spec, logs: Path, engine: list[str]) -> None:
+        compact = spec.variant == "compact"
+        launcher = ["-m", "compact_state.integration"] if compact else []
+        environment = {**os.environ, "LMDEPLOY_ENABLE_CHECK_ENV": "0", "LOG_LEVEL": "WARNING", **spec.environment}
+        environment[ENABLE] = "1" if compact else "0"
+        self.spec = spec
+        self.log = logs / f"{spec.label}.log"
+        self._process = subprocess.Popen(
+            [sys.executable, *launcher, *engine, spec.model, json.dumps(spec.settings)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log.open("w"),
+            env=environment,
+            text=True,
+        )
+        self.ready: dict[str, Any] = {}
+
+    def _reply(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise EngineError(f"{self.spec.label} ended:\n{self.log.read_text()[-3000:]}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise EngineError(f"{self.spec.label}:\n{answer['error']}")
+        return answer["ok"]
+
+    def wait(self) -> Running:
+        """Until it serves."""
+        self.ready = self._reply()
+        return self
+
+    def ask(self, do: str, **arguments: Any) -> Any:
+        """Run one command to its end. Raises EngineError."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+        self._process.stdin.flush()
+        return self._reply()
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+
+
+class Fleet:
+    """Starts engines together; `with Fleet(...) as fleet: fleet["name"].ask(...)`.
+
+    An engine that fails, or does not serve after `limit_s`, is left out and named in `failed` with its error.
+    """
+
+    def __init__(
+        self, specs: Iterable[Spec], logs: Path, *, limit_s: float = 300.0, engine: list[str] = ENGINE
+    ) -> None:
+        self._specs, self._logs, self._limit, self._engine = list(specs), logs, limit_s, engine
+        self.engines: dict[str, Running] = {}
+        self.failed: dict[str, str] = {}
+        self.start_s = 0.0
+
+    def __enter__(self) -> Fleet:
+        self._logs.mkdir(parents=True, exist_ok=True)
+        began = time.monotonic()
+        waiting = [Running(spec, self._logs, self._engine) for spec in self._specs]
+
+        # A process that is ended here closes its pipe, so that the wait below ends too.
+        def give_up() -> None:
+            for running in waiting:
+                if not running.ready:
+                    running.close()
+
+        watch = threading.Timer(self._limit, give_up)
+        watch.start()
+        for running in waiting:
+            try:
+                self.engines[running.spec.label] = running.wait()
+            except EngineError as error:
+                running.close()
+                self.failed[running.spec.label] = str(error)
+        watch.cancel()
+        self.start_s = round(time.monotonic() - began, 1)
+        if not self.engines:
+            raise EngineError("\n".join(self.failed.values()))
+        return self
+
+    def __getitem__(self, label: str) -> Running:
+        return self.engines[label]
+
+    def close(self) -> None:
+        """End every engine."""
+        for engine in self.engines.values():
+            engine.close()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,172 @@
+"""Load, legacy against compact, caching off and on: four engines on one GPU, their trials alternating."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .fleet import ENGINE, EngineError, Fleet, Spec
+
+SPREAD = (
+    "seconds",
+    "output_tok_s",
+    "ttft_ms",
+    "ttft_last_ms",
+    "tpot_ms",
+    "step_ms",
+    "step_p99_ms",
+    "step_max_ms",
+    "gc_ms",
+    "gc_longest_ms",
+    "cached_tokens",
+    "checkpoints",
+    "transient_mib",
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """`requests` prompts at once of `input` tokens, of which half is shared, and `output` tokens for each."""
+
+    requests: int
+    input: int
+    output: int
+    trials: int = 5
+
+    @property
+    def name(self) -> str:
+        """Such as 64x2048+256."""
+        return f"{self.requests}x{self.input}+{self.output}"
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        """From `64x2048+256` or `64x2048+256:7`, where 7 is the number of trials. Raises ValueError."""
+        head, _, trials = text.partition(":")
+        requests, _, lengths = head.partition("x")
+        input_, _, output = lengths.partition("+")
+        try:
+            return cls(int(requests), int(input_), int(output), int(trials) if trials else cls.trials)
+        except ValueError as error:
+            raise ValueError(f"case={text!r}: allowed: REQUESTSxINPUT+OUTPUT[:TRIALS], such as 64x2048+256") from error
+
+
+CASES = ("64x2048+256", "16x16384+256", "16x2048+2048", "8x16384+2048")
+
+
+def specs(
+    model: str, variants: tuple[str, ...], caching: tuple[bool, ...], settings: dict[str, Any] | None = None
+) -> list[Spec]:
+    """One engine for each variant and caching setting."""
+    return [
+        Spec(
+            variant,
+            model,
+            {**(settings or {}), "enable_prefix_caching": on},
+            name=f"{variant}-{'on' if on else 'off'}",
+        )
+        for on in caching
+        for variant in variants
+    ]
+
+
+def spread(trials: list[dict[str, Any]]) -> dict[str, Any]:
+    """Per figure [least, median, most] over the trials; figures that a trial does not have are left out."""
+    result: dict[str, Any] = {"trials": len(trials)}
+    for name in SPREAD:
+        values = [trial[name] for trial in trials if trial.get(name) is not None]
+        if values:
+            result[name] = [min(values), statistics.median(values), max(values)]
+    return result
+
+
+def run(
+    model: str,
+    cases: list[Case],
+    *,
+    engines: list[Spec],
+    logs: Path,
+    budget_s: float,
+    start_s: float,
+    save: Callable[[dict[str, Any]], None],
+    say: Callable[[str], None] = print,
+    profile: bool = False,
+    engine: list[str] = ENGINE,
+) -> dict[str, Any]:
+    """Warm every engine up with one batch of a case, then alternate its trials; stop at the budget, keep what is there.
+
+    `start_s` is what the engines may take to start; those that need longer are left out.
+    """
+    began = time.monotonic()
+    result: dict[str, Any] = {"start": {}, "serving": [], "trials": [], "profiles": [], "notes": []}
+
+    def left() -> float:
+        return budget_s - (time.monotonic() - began)
+
+    with Fleet(engines, logs, limit_s=start_s, engine=engine) as fleet:
+        result["start"] = {label: running.ready for label, running in fleet.engines.items()}
+        result["notes"] += [f"{label} did not start: {error}" for label, error in fleet.failed.items()]
+        result["start_together_s"] = fleet.start_s
+        say(f"{fleet.start_s} s: {result['start']}")
+        for case in cases:
+            _case(case, fleet, result, left, say)
+            result["serving"] = _rows(result["trials"], model)
+            save(result)
+        for label in fleet.engines if profile else ():
+            for host, shape in ((False, (64, 2048, 1)), (False, (64, 64, 64)), (True, (64, 2048, 64))):
+                if left() < 5:
+                    break
+                requests, input_, output = shape
+                where = {"engine": label, "case": f"{requests}x{input_}+{output}"}
+                asked = {"requests": requests, "input": input_, "output": output, "seed": 9000 + host, "host": host}
+                try:
+                    result["profiles"].append({**where, **fleet[label].ask("profile", **asked)})
+                except EngineError as error:
+                    result["notes"].append(f"{where}: {error}")
+                save(result)
+    result["seconds"] = round(time.monotonic() - began, 1)
+    save(result)
+    return result
+
+
+def _case(
+    case: Case, fleet: Fleet, result: dict[str, Any], left: Callable[[], float], say: Callable[[str], None]
+) -> None:
+    order = list(fleet.engines)
+    longest = 0.0
+    for trial in range(-1, case.trials):
+        # A machine that drifts favours nobody: every other round runs the other way.
+        for label in order if trial % 2 else order[::-1]:
+            if left() < 1.5 * longest + 1:
+                result["notes"].append(f"{case.name}: the budget ended before trial {trial} of {label}")
+                return
+            started = time.monotonic()
+            try:
+                figures = fleet[label].ask(
+                    "load", requests=case.requests, input=case.input, output=case.output, seed=100 + trial
+                )
+            except EngineError as error:
+                result["notes"].append(f"{case.name} {label}: {error}")
+                raise
+            longest = max(longest, time.monotonic() - started)
+            row = {"case": case.name, "engine": label, "trial": trial, **figures}
+            result["trials"].append(row)
+            say(f"{left():6.1f} {row}")
+
+
+def _rows(trials: list[dict[str, Any]], model: str) -> list[dict[str, Any]]:
+    """Spread of each engine and case, the warm-up (trial -1) kept apart."""
+    rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for trial in trials:
+        rows.setdefault((trial["case"], trial["engine"]), []).append(trial)
+    summary = []
+    for (case, label), some in rows.items():
+        variant, _, caching = label.partition("-")
+        counted = [trial for trial in some if trial["trial"] >= 0]
+        warm_up = next((trial["seconds"] for trial in some if trial["trial"] < 0), None)
+        head = {"model": Path(model).name, "case": case, "variant": variant, "caching": caching}
+        summary.append({**head, "warm_up_s": warm_up, **spread(counted)})
+    return summary
