@@ -1,8 +1,9 @@
-"""Command line: `equality`, `load`, `server` and `ray`, each on a checkpoint that tests/integration/lmd_tiny.py wrote."""
+"""Command line: `equality`, `load`, `server` and `ray` on a checkpoint of tests/integration/lmd_tiny.py; `merge` of results."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import signal
 import sys
@@ -11,13 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from ..environment import describe
-from . import equality, load, server, tensor_parallel
+from ..report import replace_block
+from . import equality, load, result, server, tensor_parallel
 from .fleet import ENGINE
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m compact_state.perf.serving", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
+    merge = commands.add_parser("merge", help="one result file from parts; documents' blocks are drawn from it")
+    merge.add_argument("parts", type=Path, nargs="*", help="none: draw the blocks only")
+    merge.add_argument("--docs", type=Path, nargs="*", default=[], help="documents with <!-- perf:lmdeploy --> blocks")
+    merge.add_argument("--file", type=Path, default=result.FILE)
     for name in ("equality", "load", "server", "ray"):
         command = commands.add_parser(name)
         command.add_argument("model", help="checkpoint")
@@ -40,6 +46,14 @@ def _parser() -> argparse.ArgumentParser:
         if name == "server":
             command.add_argument("--variant", default="compact", choices=("compact", "legacy"))
     return parser
+
+
+def version(distribution: str) -> str:
+    """Version of an installed distribution, or why there is none."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def _run(options: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
@@ -79,23 +93,41 @@ def _run(options: argparse.Namespace, save: Callable[[dict[str, Any]], None]) ->
     )
 
 
+def _merge(options: argparse.Namespace) -> int:
+    if options.parts:
+        result.dump(result.merge([json.loads(path.read_text()) for path in options.parts]), options.file)
+    blocks = result.blocks(json.loads(options.file.read_text()))
+    for document in options.docs:
+        text = document.read_text()
+        for name, block in blocks.items():
+            text = replace_block(text, name, block)
+        document.write_text(text)
+    return 0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry of `python -m compact_state.perf.serving`."""
     import torch
 
     options = _parser().parse_args(arguments)
+    if options.command == "merge":
+        return _merge(options)
     # Told to stop, it still ends the engines that it started.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    environment = describe(device, None, {}, ["python", "-m", "compact_state.perf.serving", options.command, "MODEL"])
+    versions = {
+        name: version(name) for name in ("lmdeploy", "tilelang", "transformers", "flash-linear-attention", "ray")
+    }
+    environment = describe(
+        device, None, versions, ["python", "-m", "compact_state.perf.serving", options.command, "MODEL"]
+    )
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
-    def save(result: dict[str, Any]) -> None:
-        options.out.write_text(json.dumps({"environment": environment, options.command: result}, indent=1) + "\n")
+    def save(found: dict[str, Any]) -> None:
+        options.out.write_text(json.dumps({"environment": environment, options.command: found}, indent=1) + "\n")
 
-    result = _run(options, save)
-    save(result)
+    save(_run(options, save))
     return 0
 
 

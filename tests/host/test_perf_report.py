@@ -14,6 +14,7 @@ from compact_state.perf.cli import RESULTS
 from compact_state.perf.compare import compare, load_set
 from compact_state.perf.report import FILES, replace_block, write_report
 from compact_state.perf.run import dump
+from compact_state.perf.serving.result import FILE as SERVING
 
 ENVIRONMENT: dict[str, Any] = {
     "device": "NVIDIA H200",
@@ -55,7 +56,7 @@ def result(*rows: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.name)
 def test_committed_results_follow_the_schema(path: Path) -> None:
-    assert path.stem in FILES
+    assert path.stem in (*FILES, SERVING.stem)
     loaded = schema.load(path)
     assert "H200" in loaded["environment"]["device"]
     assert loaded["environment"]["commit"] not in ("unknown", "")

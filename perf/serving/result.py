@@ -1,0 +1,85 @@
+"""One result file from the parts that the programs wrote, and the tables that documents show of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..tables import table
+
+FILE = Path(__file__).resolve().parents[1] / "results" / "h200" / "lmdeploy.json"
+# Left out of the committed file: it would be a hundred times longer.
+RAW = ("trials", "profiles")
+
+
+def merge(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Parts in order; a later part's rows of one model, case, variant and caching replace an earlier part's."""
+    result: dict[str, Any] = {"environment": dict(parts[-1]["environment"]), "rows": []}
+    result["environment"]["command"] = "; ".join(dict.fromkeys(part["environment"]["command"] for part in parts))
+    rows: dict[tuple[str, ...], dict[str, Any]] = {}
+    for part in parts:
+        for command, found in part.items():
+            if command == "environment":
+                continue
+            if command != "load":
+                result[command] = found
+                continue
+            for row in found["serving"]:
+                rows[tuple(row[name] for name in ("model", "case", "caching", "variant"))] = row
+                result.setdefault("start", {}).setdefault(row["model"], {}).update(found["start"])
+            result.setdefault("notes", []).extend(found["notes"])
+    result["serving"] = list(rows.values())
+    return result
+
+
+def dump(result: dict[str, Any], path: Path) -> None:
+    """Write a result with one row a line."""
+    lines = []
+    for name, value in result.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            text = "[\n" + ",\n".join(f"  {json.dumps(row)}" for row in value) + "\n ]"
+        elif isinstance(value, dict) and name != "environment":
+            text = "{\n" + ",\n".join(f"  {json.dumps(key)}: {json.dumps(row)}" for key, row in value.items()) + "\n }"
+        else:
+            text = json.dumps(value, indent=1)
+        lines.append(f" {json.dumps(name)}: {text}")
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def _range(values: list[float], digits: int = 0) -> str:
+    low, middle, high = (f"{value:,.{digits}f}" for value in values)
+    return f"{middle} ({low} to {high})"
+
+
+def load_table(result: dict[str, Any]) -> str:
+    """Every case, legacy against compact: medians with the least and the most over the trials."""
+    rows = {(r["model"], r["case"], r["caching"], r["variant"]): r for r in result["serving"]}
+    lines = []
+    for (model, case, caching, variant), compact in rows.items():
+        legacy = rows.get((model, case, caching, "legacy"))
+        if variant != "compact" or legacy is None:
+            continue
+        gain = compact["output_tok_s"][1] / legacy["output_tok_s"][1] - 1
+        lines.append(
+            [
+                f"{model} {case}",
+                caching,
+                _range(legacy["output_tok_s"]),
+                _range(compact["output_tok_s"]),
+                f"{gain:+.0%}",
+            ]
+            + [
+                f"{legacy[name][1]:,.{digits}f} / {compact[name][1]:,.{digits}f}" if name in legacy else "-"
+                for name, digits in (("ttft_ms", 0), ("tpot_ms", 2), ("cached_tokens", 0))
+            ]
+            + [str(min(legacy["trials"], compact["trials"]))]
+        )
+    header = ["model, requests x input + output", "caching", "legacy tok/s", "compact tok/s", "gain"]
+    return table([*header, "TTFT ms", "TPOT ms", "tokens hit", "trials"], lines)
+
+
+def blocks(result: dict[str, Any]) -> dict[str, str]:
+    """Named blocks for documents."""
+    return {"lmdeploy": load_table(result)}

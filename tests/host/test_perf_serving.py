@@ -1,0 +1,106 @@
+"""The serving programs without an engine: prompts, near ties, spread, one engine that fails, documents."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compact_state.perf.report import replace_block
+from compact_state.perf.serving import equality, fleet, load, result, traffic
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def rounds(ids: list[int], top: list[list[tuple[int, float]]]) -> list[dict[str, Any]]:
+    return [{"tag": "solo", "ids": [ids], "top": [top], "cached": [0]}]
+
+
+def test_prompts_share_their_first_half_across_seeds_and_nothing_else() -> None:
+    first, second = traffic.shared_prompts(8, 256, seed=1), traffic.shared_prompts(8, 256, seed=2)
+    assert all(len(ids) == 256 and set(ids) <= set(traffic.TOKENS) for ids in first + second)
+    assert first[0][:128] == first[4][:128] == second[4][:128] != first[1][:128]
+    assert len({tuple(ids[128:]) for ids in first + second}) == 16
+
+
+@pytest.mark.parametrize(("lead", "passed"), [(0.3, True), (0.6, False)])
+def test_another_token_passes_only_where_the_logits_are_nearly_tied(lead: float, passed: bool) -> None:
+    step = [[(7, 5.0), (8, 5.0 - lead)]]
+    other = [[(8, 5.0 - lead + 0.05), (7, 5.0 - 0.05)]]
+    found = equality.compare(rounds([7], step), rounds([8], other))
+    assert found["partings"] == [{"round": "solo", "prompt": 0, "step": 0, "margin": lead}]
+    assert found["passed"] is passed
+
+
+def test_logits_count_up_to_the_step_where_answers_part() -> None:
+    mine = rounds([1, 2, 3], [[(1, 9.0), (5, 8.9)], [(2, 9.0), (4, 8.9)], [(3, 9.0), (6, 1.0)]])
+    theirs = rounds([1, 4, 9], [[(1, 9.1), (5, 8.9)], [(4, 9.0), (2, 8.9)], [(9, 50.0), (3, 50.0)]])
+    found = equality.compare(mine, theirs)
+    assert (found["equal"], found["largest"], found["passed"]) == (0, 0.1, True)
+    assert not equality.compare(mine, rounds([1, 2, 3], [[(1, 8.0), (5, 8.9)]] * 3))["passed"]
+
+
+def test_a_case_reads_as_it_is_written() -> None:
+    assert load.Case.parse("64x2048+256:7") == load.Case(64, 2048, 256, 7)
+    assert load.Case.parse("64x2048+256").name == "64x2048+256"
+    with pytest.raises(ValueError, match="allowed: REQUESTSxINPUT"):
+        load.Case.parse("64x2048")
+
+
+def test_spread_is_least_median_most() -> None:
+    trials = [{"seconds": value, "tpot_ms": None} for value in (3.0, 1.0, 2.0)]
+    assert load.spread(trials) == {"trials": 3, "seconds": [1.0, 2.0, 3.0]}
+
+
+def test_an_engine_that_does_not_start_is_left_out_with_its_error(tmp_path: Path) -> None:
+    program = tmp_path / "engine.py"
+    program.write_text(
+        "import json, sys\n"
+        "if sys.argv[1] == 'bad':\n    sys.exit('no such model')\n"
+        "print(json.dumps({'ok': {'start_s': 1.0}}), flush=True)\n"
+        "for line in sys.stdin:\n"
+        "    do = json.loads(line)['do']\n"
+        "    print(json.dumps({'ok': do} if do == 'echo' else {'error': 'unknown ' + do}), flush=True)\n"
+    )
+    specs = [fleet.Spec("legacy", model, name=model) for model in ("good", "bad")]
+    with fleet.Fleet(specs, tmp_path / "logs", engine=[str(program)]) as running:
+        assert running["good"].ask("echo") == "echo"
+        with pytest.raises(fleet.EngineError, match="unknown fly"):
+            running["good"].ask("fly")
+        assert list(running.engines) == ["good"]
+        assert "no such model" in running.failed["bad"]
+    with (
+        pytest.raises(fleet.EngineError, match="no such model"),
+        fleet.Fleet(specs[1:], tmp_path, engine=[str(program)]),
+    ):
+        pass
+
+
+def row(variant: str, rate: float) -> dict[str, Any]:
+    figures = {"output_tok_s": [rate] * 3, "ttft_ms": [5.0] * 3, "cached_tokens": [0] * 3, "trials": 5}
+    return {"model": "0.8b", "case": "1x2+3", "variant": variant, "caching": "on", **figures}
+
+
+def test_parts_become_one_file_whose_later_rows_replace_earlier_ones(tmp_path: Path) -> None:
+    environment = {"device": "NVIDIA H200", "command": "load"}
+    parts = [
+        {"environment": environment, "load": {"serving": rows, "start": {"legacy-on": 1}, "notes": []}}
+        for rows in ([row("legacy", 100.0), row("compact", 90.0)], [row("compact", 150.0)])
+    ]
+    merged = result.merge([*parts, {"environment": {**environment, "command": "server"}, "server": {"passed": True}}])
+    result.dump(merged, tmp_path / "all.json")
+    read = json.loads((tmp_path / "all.json").read_text())
+    assert read == merged
+    assert read["environment"]["command"] == "load; server"
+    assert "| 0.8b 1x2+3 | on | 100 (100 to 100) | 150 (150 to 150) | +50% |" in result.load_table(read)
+
+
+@pytest.mark.skipif(not result.FILE.is_file(), reason="no serving result is committed")
+def test_documents_show_the_committed_results() -> None:
+    found = json.loads(result.FILE.read_text())
+    text = (ROOT / "docs" / "lmdeploy.md").read_text()
+    for name, block in result.blocks(found).items():
+        assert f"<!-- perf:{name} -->" in text
+        assert replace_block(text, name, block) == text
