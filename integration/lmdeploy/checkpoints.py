@@ -9,6 +9,7 @@ checkpoint's slot and writes another.
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -76,6 +77,9 @@ class CompactCheckpointLifecycle(StateCheckpointLifecycle):  # type: ignore[misc
         super().__init__(**kwargs)
         self.alignment = envs.prefill_save_alignment()
         self._pending: dict[int, list[Save]] = {}
+        # Checkpoints that were hit, latest last. A long prompt leaves more checkpoints than the pool has slots, and most
+        # of them are never asked for: without this they would push the ones out that are.
+        self._proven: OrderedDict[SlotHandle, None] = OrderedDict()
         if self._state_manager is not None:
             self._state_manager.ledger.on_uncache = self._on_uncache
 
@@ -84,6 +88,7 @@ class CompactCheckpointLifecycle(StateCheckpointLifecycle):  # type: ignore[misc
     def plan_prefill(self, seqs: Sequence[Any], ends: Sequence[int]) -> ForwardPlan:
         """Plan the prefill forward that takes each sequence from its history to `ends[i]` tokens."""
         manager, ledger = self._state_manager, self._state_manager.ledger
+        self._keep_proven()
         step = ledger.begin_step()
         plan = ForwardPlan([], [], [])
         try:
@@ -115,6 +120,15 @@ class CompactCheckpointLifecycle(StateCheckpointLifecycle):  # type: ignore[misc
             manager.ledger.abandon(step)
             raise
         return None if reads == writes else (reads, writes)
+
+    def _keep_proven(self) -> None:
+        """Make the checkpoints that were hit the last to be evicted; at most half of the budget."""
+        ledger, proven = self._state_manager.ledger, self._proven
+        for handle in list(proven):
+            if len(proven) > self._state_manager.checkpoint_budget // 2 or not ledger.is_current(handle):
+                del proven[handle]
+            else:
+                ledger.touch(handle)
 
     def _plan_restore(self, seq: Any, plan: ForwardPlan) -> None:
         restore = seq.prefix_cache.restore
@@ -263,6 +277,8 @@ class CompactCheckpointLifecycle(StateCheckpointLifecycle):  # type: ignore[misc
         if not self._state_manager.pin(seq, checkpoint.handle):
             return False
         checkpoint.last_access_time = time.perf_counter()
+        self._proven[checkpoint.handle] = None
+        self._proven.move_to_end(checkpoint.handle)
         restore.pinned = True
         return True
 
