@@ -26,7 +26,7 @@ SETTINGS: dict[str, Any] = {
     "num_gpu_blocks": 8192,
     "max_batch_size": 64,
     "max_prefill_token_num": 8192,
-    "prefix_cache_state_budget": 64,
+    "prefix_cache_state_budget": 128,
     "logprobs_mode": "raw_logits",
 }
 
