@@ -77,6 +77,8 @@ class CompactCheckpointLifecycle(StateCheckpointLifecycle):  # type: ignore[misc
         super().__init__(**kwargs)
         self.alignment = envs.prefill_save_alignment()
         self._pending: dict[int, list[Save]] = {}
+        # Whether the forward planned last is a prefill: a decode step neither saves nor restores.
+        self._planned_prefill = False
         # Checkpoints that were hit, latest last. A long prompt leaves more checkpoints than the pool has slots, and most
         # of them are never asked for: without this they would push the ones out that are.
         self._proven: OrderedDict[SlotHandle, None] = OrderedDict()
@@ -89,6 +91,7 @@ class CompactCheckpointLifecycle(StateCheckpointLifecycle):  # type: ignore[misc
         """Plan the prefill forward that takes each sequence from its history to `ends[i]` tokens."""
         manager, ledger = self._state_manager, self._state_manager.ledger
         self._keep_proven()
+        self._planned_prefill = True
         step = ledger.begin_step()
         plan = ForwardPlan([], [], [])
         try:
@@ -201,11 +204,12 @@ class CompactCheckpointLifecycle(StateCheckpointLifecycle):  # type: ignore[misc
 
     def finish_forward_dispatch(self, seqs: Sequence[Any], *, has_save_plan: bool = False) -> None:
         """The forward is in the workers' queue: publish what it makes, forget the restores it has taken over."""
-        for seq in seqs:
+        for seq in seqs if self._planned_prefill else ():
             for save in self._pending.pop(seq.seq_id, ()):
                 self._publish(seq, save)
             if seq.prefix_cache.restore.pinned:
                 seq.prefix_cache.restore.clear()
+        self._planned_prefill = False
         self._state_manager.dispatched()
 
     def _publish(self, seq: Any, save: Save) -> bool:
