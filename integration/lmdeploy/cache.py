@@ -1,7 +1,8 @@
-"""One pool in place of lmdeploy's state cache engine, and how many slots it has."""
+"""One pool in place of lmdeploy's state cache engine, how many slots it has, and the draft logs beside it."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from types import ModuleType
@@ -9,7 +10,10 @@ from typing import Any
 
 import torch
 
+from ... import cute_kernels
+from ...cute_kernels.draft_log import DraftLog
 from ...pool.layout import StateLayout, align_up
+from .. import envs
 
 _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 # Beside one slot per running request and the checkpoint budget: one for a rolling prefill and one for a hand-over.
@@ -23,13 +27,19 @@ def pool_device() -> str:
     return "cuda"
 
 
+def drafts_of(shapes: Shapes) -> int:
+    """Drafts that lmdeploy's `states_shapes` make room for: recurrent `(L, [1 + S,] HV, V, K)`."""
+    state_shape = shapes[1][0]
+    return state_shape[1] - 1 if len(state_shape) == 5 else 0
+
+
 def layout_of(shapes: Shapes) -> StateLayout:
     """The slot layout for lmdeploy's `states_shapes` of one rank: conv `(L, C, W + S)`, recurrent `(L, [1 + S,] HV, V, K)`.
 
     S drafts make lmdeploy's slots 1 + S states wide; a slot here is one state wide whatever S is.
     """
     (conv_shape, conv_dtype), (state_shape, state_dtype) = shapes
-    drafts = state_shape[1] - 1 if len(state_shape) == 5 else 0
+    drafts = drafts_of(shapes)
     layers, channels, columns = conv_shape
     value_heads, value_dim, key_dim = state_shape[-3:]
     return StateLayout.uniform(
@@ -67,6 +77,42 @@ def slot_views(pool: torch.Tensor, layout: StateLayout) -> tuple[torch.Tensor, t
     )
 
 
+def allocate_logs(layout: StateLayout, rows: int, drafts: int, device: torch.device | str) -> list[DraftLog]:
+    """A draft log per layer for `rows` requests of `1 + drafts` tokens a step, outside the slots; none without drafts."""
+    if not drafts:
+        return []
+    layer = layout.layers[0]
+    key_heads = (layer.channels - layer.value_heads * layer.value_dim) // (2 * layer.key_dim)
+    return [
+        DraftLog.allocate(
+            "gdn",
+            rows,
+            key_heads,
+            layer.value_heads,
+            layer.channels,
+            device,
+            1 + drafts,
+            head_dim_k=layer.key_dim,
+            head_dim_v=layer.value_dim,
+            dtype=getattr(torch, layer.conv_dtype),
+        )
+        for _ in range(layout.num_layers)
+    ]
+
+
+def log_bytes(logs: Sequence[DraftLog]) -> int:
+    """Bytes of draft logs."""
+    return sum(t.nbytes for log in logs for t in (log.k, log.u, log.g, log.x) if t is not None)
+
+
+def halves(half: torch.Tensor, log_rows: torch.Tensor, count: int) -> torch.Tensor:
+    """`DraftLog.half [count]` from each batch row's half and log row; rows without a log are left out."""
+    words = torch.zeros(count + 1, dtype=torch.int32, device=half.device)
+    inside = (log_rows >= 0) & (log_rows < count)
+    words.scatter_(0, torch.where(inside, log_rows, count).long(), half)
+    return words[:count]
+
+
 def num_slots(max_batches: int, checkpoint_budget: int) -> int:
     """Slots of the pool: lmdeploy's own count, so that the compact pool is never the larger one at equal settings."""
     return max_batches + SPARE_SLOTS + checkpoint_budget
@@ -89,6 +135,26 @@ def patch_engine_cache_engine_state(module: ModuleType) -> None:
             self._cache_tensors = list(views)
             self._slot_tensors = ((self.pool, 0),)
             self._named_state_caches = {"conv": views[0], "recurrent": views[1]}
+            drafts = drafts_of(cache_config.states_shapes)
+            logs = allocate_logs(self.layout, cache_config.max_batches if drafts else 0, drafts, self.pool.device)
+            # A layer's operators find its log by the address of their part of the layer.
+            self.draft_logs = {
+                view.transpose(0, 1)[layer].data_ptr(): log for layer, log in enumerate(logs) for view in views
+            }
+
+        def commit(self, plan: torch.Tensor) -> None:
+            """Fold accepted drafts into slots in place, in every layer.
+
+            `plan [5, N]` int32 on the pool's device: slots, tokens in them, tokens to add, log rows, log halves.
+            """
+            slots, positions, accepted, rows, half = plan.contiguous().unbind(0)
+            backend: Any = envs.backend()
+            for windows, states in zip(*(view.transpose(0, 1) for view in self._cache_tensors)):
+                log = self.draft_logs[windows.data_ptr()]
+                log = dataclasses.replace(log, rows=rows, half=halves(half, rows, log.batch))
+                ids = (slots, slots)
+                cute_kernels.causal_conv1d_commit(windows, *ids, positions, log, accepted, backend=backend)
+                cute_kernels.gdn_commit(states, *ids, log, accepted, backend=backend)
 
         @staticmethod
         def get_state_slot_nbytes(state_shapes: Shapes, state_specs: object = None) -> int:
@@ -109,11 +175,15 @@ def patch_engine_executor_base(module: ModuleType) -> None:
             return 0
         if config.num_state_caches is None:
             config.num_state_caches = num_slots(config.max_batches, config.prefix_cache_state_budget)
-        total: int = size(self, states_shapes, cache_config, model_config)
+        pool: int = size(self, states_shapes, cache_config, model_config)
         slots = config.num_state_caches
         module.logger.info(
-            "Enable unified compact state: %d slots of %d bytes, %d bytes per rank", slots, total // slots, total
+            "Enable unified compact state: %d slots of %d bytes, %d bytes per rank", slots, pool // slots, pool
         )
-        return total
+        shapes = config.states_shapes if states_shapes is None else states_shapes
+        logs = log_bytes(allocate_logs(layout_of(shapes), config.max_batches, drafts_of(shapes), "meta"))
+        if logs:
+            module.logger.info("Draft logs: %d rows, %d bytes per rank", config.max_batches, logs)
+        return pool + logs
 
     module.ExecutorBase._get_state_cache_mem = sized

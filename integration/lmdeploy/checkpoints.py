@@ -47,11 +47,17 @@ class Save:
 
 @dataclass
 class ForwardPlan:
-    """What one prefill forward reads, writes and keeps. `exports[i]`: (tokens within the call, slot) of sequence i."""
+    """What one prefill forward reads, writes and keeps. `exports[i]`: (tokens within the call, slot) of sequence i.
+
+    With drafts, `log_rows[i]` is the draft log row of sequence i, and `commits` names what is folded into slots before the
+    forward: (slot, tokens in it, tokens to add, log row, log half).
+    """
 
     reads: list[int]
     writes: list[int]
     exports: list[list[tuple[int, int]]]
+    log_rows: list[int] | None = None
+    commits: list[tuple[int, int, int, int, int]] = field(default_factory=list)
     kv_restores: list[tuple[int, int]] = field(default_factory=list)
     kv_saves: list[tuple[int, int]] = field(default_factory=list)
 
@@ -97,6 +103,7 @@ class CompactCheckpointLifecycle(StateCheckpointLifecycle):  # type: ignore[misc
         try:
             for seq, end in zip(seqs, ends):
                 holder = manager.holder(seq)
+                plan.commits += manager.catch_up(seq)
                 if holder.position != seq.num_history_ids:
                     raise ledger.broken(
                         f"sequence {seq.seq_id} goes on from {seq.num_history_ids} tokens with the state of {holder.position}"
@@ -105,6 +112,7 @@ class CompactCheckpointLifecycle(StateCheckpointLifecycle):  # type: ignore[misc
                 plan.exports.append(self._plan_saves(seq, holder, step, end, plan))
             counts = [end - seq.num_history_ids for seq, end in zip(seqs, ends)]
             plan.reads, plan.writes = manager.submit(step, seqs, counts)
+            plan.log_rows = manager.begin_logs(seqs, ends)
         except Exception:
             for seq in seqs:
                 self.discard_save(seq)
@@ -113,12 +121,12 @@ class CompactCheckpointLifecycle(StateCheckpointLifecycle):  # type: ignore[misc
             raise
         return plan
 
-    def plan_decode(self, seqs: Sequence[Any], tokens: int = 1) -> tuple[list[int], list[int]] | None:
+    def plan_decode(self, seqs: Sequence[Any]) -> tuple[list[int], list[int]] | None:
         """Plan a decode forward; the ids, or None when every row writes the slot it reads, as the device knows already."""
         manager = self._state_manager
         step = manager.ledger.begin_step()
         try:
-            reads, writes = manager.submit(step, seqs, [tokens] * len(seqs))
+            reads, writes = manager.submit_decode(step, seqs)
         except Exception:
             manager.ledger.abandon(step)
             raise

@@ -37,7 +37,7 @@ def patch_engine_executor(module: ModuleType) -> None:
         spec = kwargs.get("specdecode_config")
         if spec is not None:
             text = getattr(spec.model_config.hf_config, "text_config", spec.model_config.hf_config)
-            guards.check_spec(spec.method, getattr(text, "mtp_num_hidden_layers", None))
+            guards.check_spec(spec.method, spec.num_speculative_tokens, getattr(text, "mtp_num_hidden_layers", None))
         misc = kwargs.get("misc_config")
         if misc is not None and misc.memdecode_config is not None:
             guards._refuse("memdecode_config", misc.memdecode_config.memory_model_path, "leave MemDecode out")
@@ -69,7 +69,9 @@ def patch_engine_engine(module: ModuleType) -> None:
     ) -> None:
         config = module.PytorchEngineConfig() if engine_config is None else engine_config
         guards.check_engine(config)
-        guards.check_spec(getattr(speculative_config, "method", None))
+        if speculative_config is not None:
+            guards.check_spec(speculative_config.method, speculative_config.num_speculative_tokens)
+            guards.check_flash_attention(speculative_config.method)
         guards.check_gpu(_capability())
         init(self, model_path, engine_config, trust_remote_code, speculative_config)
 

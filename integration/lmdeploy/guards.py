@@ -5,14 +5,17 @@ Nothing falls back silently: a user who asked for the compact pool and gets anot
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from ...cute_kernels.configs.verify import MAX_TOKENS
 from .. import envs
 
 MODEL_TYPES = ("qwen3_5", "qwen3_5_moe")
 SPEC_METHOD = "qwen3_5_mtp"
+FLASH_ATTENTION = "flash_attn_interface"
 STORE_CONNECTOR = "MooncakeStoreConnector"
 MIN_GPU_BLOCKS = 16
 # The chunk of the prefill kernels: a checkpoint on its grid costs no shorter chunk.
@@ -158,18 +161,34 @@ def check_backend(backend: str | None, setting: str = "distributed_executor_back
         _refuse(setting, backend, "use 'uni' for one GPU or 'ray' for several")
 
 
-def check_spec(method: str | None, draft_layers: int | None = None, draft_identity: str | None = None) -> None:
-    """Refuse speculative decoding: `method` None means that there is none.
+def check_spec(method: str | None, drafts: int | None = None, draft_layers: int | None = None) -> None:
+    """Refuse drafts that are not served: `method` None means that there are none.
 
-    `draft_layers` is the draft's `mtp_num_hidden_layers`, `draft_identity` the store's name of the draft's weights.
+    `drafts` is `num_speculative_tokens`, `draft_layers` the draft's `mtp_num_hidden_layers`; None: not known yet.
     """
     if method is None:
         return
     if method != SPEC_METHOD:
         _refuse("speculative method", method, f"use {SPEC_METHOD} or no drafts")
+    if drafts is not None and not 1 <= drafts < MAX_TOKENS:
+        _refuse(
+            "num_speculative_tokens",
+            drafts,
+            f"set 1 to {MAX_TOKENS - 1}; a verify step runs at most {MAX_TOKENS} tokens of a request",
+        )
     if draft_layers is not None and draft_layers != 1:
         _refuse("mtp_num_hidden_layers", draft_layers, "use a draft of one layer")
-    _refuse("speculative method", method, "drafts are not served by this version; leave the draft model out")
+
+
+def check_flash_attention(method: str | None) -> None:
+    """Refuse drafts where lmdeploy has no attention for them: it imports FlashAttention-3 and knows no other way."""
+    if method is not None and importlib.util.find_spec(FLASH_ATTENTION) is None:
+        _refuse(
+            "speculative method",
+            method,
+            f"lmdeploy runs drafts with FlashAttention-3 and there is no module {FLASH_ATTENTION}; install it from "
+            "https://github.com/Dao-AILab/flash-attention (folder hopper), or leave the drafts out",
+        )
 
 
 def check_model(model_config: Any) -> None:

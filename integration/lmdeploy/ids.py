@@ -1,13 +1,18 @@
 """State ids on the device: lmdeploy's `state_offsets` widens from one slot per row to `[B, 2]` int32, (read, write).
 
+With drafts it is `[B, 5]`: (read, write, accepted, log row, log half). `accepted` tokens of the row's draft log stand
+between the read slot and the row's history; `half` says which half of the log row holds them.
+
 Everything lmdeploy does to it works on dimension 0 (index, concatenate, clone, copy into graph buffers). After a step the
-read id becomes the write id; that happens outside the captured graph, so the double run of a capture advances nothing.
-The host sends ids only when a row's write id is not its read id: after a prefill that published its state.
+read id becomes the write id, and with drafts the step's accepted count moves in and the half flips; that happens outside
+the captured graph, so the double run of a capture advances nothing. The host sends ids only when a row's write id is not
+its read id: after a prefill that published its state. It never knows what was accepted, so those columns stay.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -20,18 +25,53 @@ else:
     from lmdeploy.pytorch.model_inputs import ModelInputsDelta as InputsDelta
 
 WIDTH = 2
+DRAFT_WIDTH = 5
 
 
-def id_rows(reads: list[int], writes: list[int]) -> torch.Tensor:
-    """`[B, 2]` int32 on the host."""
-    return torch.tensor([reads, writes], dtype=torch.int32).t().contiguous()
+def id_rows(reads: list[int], writes: list[int], log_rows: list[int] | None = None) -> torch.Tensor:
+    """`[B, 2]` int32 on the host; `[B, 5]` with log rows: nothing accepted, half 0."""
+    columns = [reads, writes]
+    if log_rows is not None:
+        zeros = [0] * len(reads)
+        columns += [zeros, log_rows, zeros]
+    return torch.tensor(columns, dtype=torch.int32).t().contiguous()
 
 
-def advance(state_offsets: torch.Tensor | None) -> torch.Tensor | None:
-    """Ids for the next step, read := write, as a view without a kernel. None and lmdeploy's narrow form pass through."""
+def advance(state_offsets: torch.Tensor | None, accepted: torch.Tensor | None = None) -> torch.Tensor | None:
+    """Ids for the next step, read := write; without drafts as a view without a kernel.
+
+    `accepted [B]`: tokens that the step just run turned out to add, with drafts; None after a prefill, which adds none to
+    the log. None and lmdeploy's narrow form pass through.
+    """
     if state_offsets is None or state_offsets.dim() != 2:
         return state_offsets
-    return state_offsets[:, 1:].expand(-1, WIDTH)
+    if state_offsets.shape[1] == WIDTH:
+        return state_offsets[:, 1:].expand(-1, WIDTH)
+    _, write, _, row, half = state_offsets.unbind(1)
+    if accepted is None:
+        zeros = torch.zeros_like(write)
+        return torch.stack((write, write, zeros, row, zeros), 1)
+    return torch.stack((write, write, accepted.to(torch.int32), row, half ^ 1), 1)
+
+
+def _moved(inputs: Any, delta: Any) -> Any:
+    """`inputs` with the slots that came with a delta; what is only known on the device stays."""
+    slots = getattr(delta, "state_offsets", None)
+    if slots is not None:
+        inputs.state_offsets = torch.cat((slots, inputs.state_offsets[:, WIDTH:]), 1)
+    return inputs
+
+
+def _wide_dummy(dummy: Callable[..., Any], width: int) -> Callable[..., Any]:
+    @functools.wraps(dummy)
+    def wide_dummy(*args: Any, **kwargs: Any) -> Any:
+        inputs = dummy(*args, **kwargs)
+        narrow = inputs.state_offsets
+        if narrow is not None:
+            inputs.state_offsets = torch.full((narrow.shape[0], width), -1, dtype=torch.int32, device=narrow.device)
+        return inputs
+
+    return wide_dummy
 
 
 @dataclass
@@ -62,9 +102,9 @@ def patch_model_inputs(module: ModuleType) -> None:
     step = module.ModelInputs.step
 
     @functools.wraps(step)
-    def step_advancing(self: Any, *args: Any, **kwargs: Any) -> Any:
-        inputs = step(self, *args, **kwargs)
-        inputs.state_offsets = advance(inputs.state_offsets)
+    def step_advancing(self: Any, input_ids: torch.Tensor, step_seqlens: torch.Tensor | None = None) -> Any:
+        inputs = step(self, input_ids, step_seqlens)
+        inputs.state_offsets = advance(inputs.state_offsets, self.seq_length if step_seqlens is None else step_seqlens)
         return inputs
 
     module.ModelInputs.step = step_advancing
@@ -89,28 +129,30 @@ def patch_strategies_ar_step_inputs(module: ModuleType) -> None:
 
     @functools.wraps(reindex)
     def reindex_with_ids(inputs: Any, delta: Any) -> Any:
-        inputs = reindex(inputs, delta)
-        ids = getattr(delta, "state_offsets", None)
-        if ids is not None:
-            inputs.state_offsets = ids
-        return inputs
+        return _moved(reindex(inputs, delta), delta)
 
     module._reindex_model_inputs = reindex_with_ids  # type: ignore[attr-defined]
 
 
+def patch_strategies_ar_spec_step_inputs(module: ModuleType) -> None:
+    """The same with drafts."""
+    reindex = module._reindex_model_inputs_arspec
+
+    @functools.wraps(reindex)
+    def reindex_with_ids(inputs: Any, delta: Any, num_spec_tokens: int) -> Any:
+        return _moved(reindex(inputs, delta, num_spec_tokens), delta)
+
+    module._reindex_model_inputs_arspec = reindex_with_ids  # type: ignore[attr-defined]
+
+
 def patch_strategies_base_model_inputs(module: ModuleType) -> None:
     """Dummy rows: read none, write none."""
-    dummy = module.make_dummy_inputs
+    module.make_dummy_inputs = _wide_dummy(module.make_dummy_inputs, WIDTH)  # type: ignore[attr-defined]
 
-    @functools.wraps(dummy)
-    def wide_dummy(*args: Any, **kwargs: Any) -> Any:
-        inputs = dummy(*args, **kwargs)
-        narrow = inputs.state_offsets
-        if narrow is not None:
-            inputs.state_offsets = torch.full((narrow.shape[0], WIDTH), -1, dtype=torch.int32, device=narrow.device)
-        return inputs
 
-    module.make_dummy_inputs = wide_dummy  # type: ignore[attr-defined]
+def patch_strategies_ar_spec_model_inputs(module: ModuleType) -> None:
+    """Dummy rows with drafts: no log either."""
+    module.make_dummy_inputs = _wide_dummy(module.make_dummy_inputs, DRAFT_WIDTH)  # type: ignore[attr-defined]
 
 
 def patch_models_utils_cudagraph(module: ModuleType) -> None:
@@ -120,9 +162,10 @@ def patch_models_utils_cudagraph(module: ModuleType) -> None:
     @functools.wraps(make)
     def wide_buffers(self: Any, graph_meta: Any, *args: Any, **kwargs: Any) -> Any:
         buffers = make(self, graph_meta, *args, **kwargs)
-        narrow = buffers.get("state_ids")
+        narrow, ids = buffers.get("state_ids"), kwargs.get("state_ids")
         if narrow is not None:
-            buffers["state_ids"] = torch.full((narrow.shape[0], WIDTH), -1, dtype=torch.int32, device=narrow.device)
+            width = WIDTH if ids is None else ids.shape[1]
+            buffers["state_ids"] = torch.full((narrow.shape[0], width), -1, dtype=torch.int32, device=narrow.device)
         return buffers
 
     module.CudaGraphMixin.make_buffers_cudagraph = wide_buffers

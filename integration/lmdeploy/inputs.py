@@ -20,13 +20,17 @@ else:
 
 @dataclass(frozen=True)
 class CompactCacheInputs(CacheInputs):  # type: ignore[misc]
-    """One forward's KV block copies and the states that it keeps on the way."""
+    """One forward's KV block copies, the states that it keeps on the way, and the drafts to commit before it.
+
+    `commits [5, n]` int32: see `CompactStateCacheEngine.commit`.
+    """
 
     exports: Checkpoints | None = None
+    commits: torch.Tensor | None = None
 
     @torch.inference_mode()
     def to_device(self, device: str, non_blocking: bool = False) -> CompactCacheInputs:
-        """Move the copy plans and the export list."""
+        """Move the copy plans, the export list and the commits."""
 
         def moved(tensor: torch.Tensor | None) -> torch.Tensor | None:
             return None if tensor is None else tensor.to(device, non_blocking=non_blocking)
@@ -36,16 +40,20 @@ class CompactCacheInputs(CacheInputs):  # type: ignore[misc]
             columns = (exports.cu, exports.ends, exports.slots)
             exports = Checkpoints(*(tensor.to(device, non_blocking=non_blocking) for tensor in columns))
         return CompactCacheInputs(
-            kv_restore_plan=moved(self.kv_restore_plan), kv_save_plan=moved(self.kv_save_plan), exports=exports
+            kv_restore_plan=moved(self.kv_restore_plan),
+            kv_save_plan=moved(self.kv_save_plan),
+            exports=exports,
+            commits=moved(self.commits),
         )
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """The forward's stream uses these tensors."""
         super().record_stream(stream)
-        if self.exports is not None:
-            for tensor in (self.exports.cu, self.exports.ends, self.exports.slots):
-                if tensor.is_cuda:
-                    tensor.record_stream(stream)
+        exports = self.exports
+        columns = () if exports is None else (exports.cu, exports.ends, exports.slots)
+        for tensor in (*columns, self.commits):
+            if tensor is not None and tensor.is_cuda:
+                tensor.record_stream(stream)
 
 
 def patch_engine_inputs_maker(module: ModuleType) -> None:
@@ -55,13 +63,14 @@ def patch_engine_inputs_maker(module: ModuleType) -> None:
     def prepare(self: Any, messages: Any, save_steps: tuple[int, ...] | None = None) -> CompactCacheInputs | None:
         ends = [seq.num_valid_ids for seq in messages] if save_steps is None else list(save_steps)
         plan = self.state_checkpoints.plan_prefill(messages, ends)
-        self._compact_ids = ids.id_rows(plan.reads, plan.writes)
+        self._compact_ids = ids.id_rows(plan.reads, plan.writes, plan.log_rows)
         restores = self._make_kv_prefix_cache_copy_plan(plan.kv_restores) if plan.kv_restores else None
         saves = self._make_kv_prefix_cache_copy_plan(plan.kv_saves) if plan.kv_saves else None
         exports = Checkpoints.from_lists(plan.exports) if any(plan.exports) else None
-        if restores is None and saves is None and exports is None:
+        commits = torch.tensor(plan.commits, dtype=torch.int32).t().contiguous() if plan.commits else None
+        if restores is None and saves is None and exports is None and commits is None:
             return None
-        return CompactCacheInputs(kv_restore_plan=restores, kv_save_plan=saves, exports=exports)
+        return CompactCacheInputs(kv_restore_plan=restores, kv_save_plan=saves, exports=exports, commits=commits)
 
     maker._prepare_prefill_cache_inputs = prepare
 
@@ -87,7 +96,7 @@ def patch_engine_inputs_maker(module: ModuleType) -> None:
         result = self.result
         if result.delta is None or not result.running:
             return
-        moved = self.maker.state_checkpoints.plan_decode(result.running, result.delta.max_q_seqlen)
+        moved = self.maker.state_checkpoints.plan_decode(result.running)
         if moved is not None:
             result.delta = ids.CompactInputsDelta.of(result.delta, ids.id_rows(*moved))
 
@@ -95,16 +104,20 @@ def patch_engine_inputs_maker(module: ModuleType) -> None:
 
 
 def patch_engine_model_agent_agent(module: ModuleType) -> None:
-    """The operators find a forward's export list in its step context."""
+    """The operators find a forward's export list and the draft logs in its step context."""
     restore = module._restore_cache_checkpoint
 
     @functools.wraps(restore)
     def restore_and_bind(inputs: Any, cache_inputs: Any, cache_engine: Any, state_cache_engine: Any) -> None:
-        restore(inputs, cache_inputs, cache_engine, state_cache_engine)
-        exports = None if inputs.is_dummy else getattr(cache_inputs, "exports", None)
-        if exports is not None:
-            from lmdeploy.pytorch.model_inputs import get_step_ctx_manager
+        from lmdeploy.pytorch.model_inputs import get_step_ctx_manager
 
-            get_step_ctx_manager().current_context().compact_exports = exports
+        restore(inputs, cache_inputs, cache_engine, state_cache_engine)
+        context = get_step_ctx_manager().current_context()
+        context.compact_logs = state_cache_engine.draft_logs
+        if not inputs.is_dummy:
+            context.compact_exports = getattr(cache_inputs, "exports", None)
+            commits = getattr(cache_inputs, "commits", None)
+            if commits is not None:
+                state_cache_engine.commit(commits)
 
     module._restore_cache_checkpoint = restore_and_bind  # type: ignore[attr-defined]

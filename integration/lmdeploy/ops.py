@@ -7,8 +7,8 @@ gated delta rule once per layer. They need neither tilelang nor Dao's conv, and 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -16,15 +16,34 @@ import torch
 
 from ... import cute_kernels
 from ...cute_kernels.checkpoints import Checkpoints
+from ...cute_kernels.draft_log import DraftLog
 from .. import envs
+from . import cache
 
 # Key and value head size and conv width that a fused decode step is built for.
 FUSED_SIZES = (128, 128, 4)
 
 
 @dataclass
+class Drafts:
+    """A verify forward's part: the layers' logs by the address of their states, and per row what is to be committed."""
+
+    logs: Mapping[int, DraftLog]
+    rows: torch.Tensor
+    half: torch.Tensor
+    num_accepted: torch.Tensor
+
+    def log(self, states: torch.Tensor) -> DraftLog:
+        """The log of the layer whose conv windows or recurrent states these are."""
+        return replace(self.logs[states.data_ptr()], rows=self.rows, half=self.half)
+
+
+@dataclass
 class CompactMeta:
-    """What the operators of one forward share: ids and positions `[N]` int32, cu_seqlens `[N + 1]` int32."""
+    """What the operators of one forward share: ids and positions `[N]` int32, cu_seqlens `[N + 1]` int32.
+
+    `positions`: tokens of the read slot; with drafts it stands `num_accepted` tokens before the row's history.
+    """
 
     is_decoding: bool
     read_ids: torch.Tensor
@@ -32,12 +51,27 @@ class CompactMeta:
     positions: torch.Tensor
     cu_seqlens: torch.Tensor
     checkpoints: Checkpoints | None
+    drafts: Drafts | None = None
 
 
-def build_meta(state_ids: torch.Tensor, attn_metadata: Any, checkpoints: Checkpoints | None) -> CompactMeta:
-    """Metadata from `state_ids [N, 2]` (read, write) and lmdeploy's sequence lengths; two kernels, no synchronisation."""
-    read_ids, write_ids = state_ids.to(torch.int32).t().contiguous().unbind(0)
+def build_meta(
+    state_ids: torch.Tensor,
+    attn_metadata: Any,
+    checkpoints: Checkpoints | None,
+    logs: Mapping[int, DraftLog] | None = None,
+) -> CompactMeta:
+    """Metadata from `state_ids [N, 2]` (read, write; with drafts `[N, 5]`, see `ids`) and lmdeploy's sequence lengths.
+
+    A few small kernels once per forward, no synchronisation.
+    """
+    read_ids, write_ids, *rest = state_ids.to(torch.int32).t().contiguous().unbind(0)
     positions = (attn_metadata.kv_seqlens - attn_metadata.q_seqlens).to(torch.int32)
+    drafts = None
+    if logs and attn_metadata.is_decoding:
+        num_accepted, rows, half = rest
+        positions = positions - num_accepted
+        count = next(iter(logs.values())).batch
+        drafts = Drafts(logs, rows, cache.halves(half, rows, count), num_accepted)
     return CompactMeta(
         is_decoding=attn_metadata.is_decoding,
         read_ids=read_ids,
@@ -45,13 +79,15 @@ def build_meta(state_ids: torch.Tensor, attn_metadata: Any, checkpoints: Checkpo
         positions=positions,
         cu_seqlens=attn_metadata.cu_seqlens_q.to(torch.int32),
         checkpoints=checkpoints,
+        drafts=drafts,
     )
 
 
-def _context_exports() -> Checkpoints | None:
+def _from_context(name: str) -> Any:
+    """What the model agent's patch has bound to the forward's step context, or None."""
     from lmdeploy.pytorch.model_inputs import get_step_ctx_manager
 
-    return getattr(get_step_ctx_manager().current_context(), "compact_exports", None)
+    return getattr(get_step_ctx_manager().current_context(), name, None)
 
 
 def _in_piecewise_graph() -> bool:
@@ -114,7 +150,8 @@ class CompactMetaImpl(_Piecewise):
     def forward(
         self, num_tokens: int, conv_kernel_size: int, state_ids: torch.Tensor, attn_metadata: Any
     ) -> CompactMeta:
-        return build_meta(state_ids, attn_metadata, None if attn_metadata.is_decoding else _context_exports())
+        exports = None if attn_metadata.is_decoding else _from_context("compact_exports")
+        return build_meta(state_ids, attn_metadata, exports, _from_context("compact_logs"))
 
     def _piecewise_forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         from lmdeploy.pytorch.backends.cuda.graph_runner.piecewise import eager_boundary, get_piecewise_graph_execution
@@ -150,13 +187,18 @@ class CompactConv1dImpl(_Piecewise):
         meta = gated_delta_meta
         common: dict[str, Any] = {"bias": bias, "activation": activation, "backend": self._backend}
         taps, rows = weight.detach().flatten(1), x[0]
-        ids = (meta.read_ids, meta.write_ids, meta.positions)
+        at = (meta.read_ids, meta.write_ids, meta.positions)
         out: torch.Tensor
-        if meta.is_decoding:
-            out = cute_kernels.causal_conv1d_decode(rows, taps, conv_state, *ids, **common)
+        if meta.drafts is not None:
+            log, accepted = meta.drafts.log(conv_state), meta.drafts.num_accepted
+            out = cute_kernels.causal_conv1d_verify(
+                rows, taps, conv_state, *at, meta.cu_seqlens, log, accepted, **common
+            )
+        elif meta.is_decoding:
+            out = cute_kernels.causal_conv1d_decode(rows, taps, conv_state, *at, **common)
         else:
             out = cute_kernels.causal_conv1d_prefill(
-                rows, taps, conv_state, *ids, meta.cu_seqlens, checkpoints=meta.checkpoints, **common
+                rows, taps, conv_state, *at, meta.cu_seqlens, checkpoints=meta.checkpoints, **common
             )
         return out[None]
 
@@ -201,7 +243,10 @@ class CompactRuleImpl(_Piecewise):
         )
         common: dict[str, Any] = {"qk_l2norm": use_qk_l2norm_in_kernel, "backend": self._backend}
         out: torch.Tensor
-        if meta.is_decoding:
+        if meta.drafts is not None:
+            log, accepted = meta.drafts.log(recurrent_state), meta.drafts.num_accepted
+            out = cute_kernels.gdn_verify(*rows, meta.cu_seqlens, log, accepted, **common)
+        elif meta.is_decoding:
             out = cute_kernels.gdn_decode(*rows, **common)
         else:
             out = cute_kernels.gdn_prefill(*rows, meta.cu_seqlens, checkpoints=meta.checkpoints, **common)
@@ -320,7 +365,7 @@ def patch_models_qwen3_5(module: ModuleType) -> None:
     def forward_compact(self: Any, hidden_states: torch.Tensor, past_key_value: Any, gated_delta_meta: Any) -> Any:
         meta = gated_delta_meta
         fits = (self.head_k_dim, self.head_v_dim, self.conv_kernel_size) == FUSED_SIZES and self.activation == "silu"
-        if not (fused and fits and meta.is_decoding) or _in_piecewise_graph():
+        if not (fused and fits and meta.is_decoding and meta.drafts is None) or _in_piecewise_graph():
             return forward(self, hidden_states, past_key_value, meta)
         return _layer_decode(self, hidden_states, past_key_value, meta)
 

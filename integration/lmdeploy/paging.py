@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from .cache import drafts_of
 from .states import CompactStateManager
 
 
@@ -15,9 +16,11 @@ def patch_paging_state_manager(module: ModuleType) -> None:
     """The scheduler's state manager."""
 
     def build_state_manager(cache_config: Any) -> CompactStateManager:
-        slots = cache_config.num_state_caches
+        slots, shapes = cache_config.num_state_caches, cache_config.states_shapes
         return CompactStateManager(
-            1 if slots is None else slots, checkpoint_budget=cache_config.prefix_cache_state_budget
+            1 if slots is None else slots,
+            checkpoint_budget=cache_config.prefix_cache_state_budget,
+            log_rows=cache_config.max_batches if shapes and drafts_of(shapes) else 0,
         )
 
     module.build_state_manager = build_state_manager  # type: ignore[attr-defined]

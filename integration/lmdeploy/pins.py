@@ -65,6 +65,9 @@ PINNED: dict[str, tuple[str, ...]] = {
         "index_select_model_inputs",
     ),
     "strategies.ar.step_inputs": ("_reindex_model_inputs", "ARStepInputs"),
+    "strategies.ar_spec.model_inputs": ("ARSpecModelInputsStrategy",),
+    "strategies.ar_spec.step_inputs": ("_reindex_model_inputs_arspec", "ARSpecStepInputs"),
+    "strategies.ar_spec.sequence": ("SchedulerSequenceARSpec", "ARSpecSequenceStrategy.update_running"),
     "models.utils.cudagraph": (
         "CudaGraphMixin.make_buffers_cudagraph",
         "CudaGraphMixin.fill_buffers_cudagraph",

@@ -14,7 +14,8 @@ from typing import Any
 
 from ...pool.errors import CapacityError, InvariantError
 from ...pool.ledger import Ledger
-from ...pool.slots import Holder
+from ...pool.slots import UNRESOLVED, Holder
+from .drafts import LogRows, Trail
 
 # `logical_state` of an admitted sequence. Its slot is the ledger's business and changes; lmdeploy only asks for >= 0.
 ADMITTED = 0
@@ -23,8 +24,9 @@ ADMITTED = 0
 class CompactStateManager:
     """The surface of lmdeploy's StateManager. A sequence is known to the ledger by its `seq_id`."""
 
-    def __init__(self, num_slots: int, *, checkpoint_budget: int = 0) -> None:
+    def __init__(self, num_slots: int, *, checkpoint_budget: int = 0, log_rows: int = 0) -> None:
         self.ledger = Ledger(num_slots, policy="early")
+        self.logs = LogRows(log_rows) if log_rows else None
         self.num_states = num_slots
         self.checkpoint_budget = checkpoint_budget
         self._in_flight: deque[int] = deque()
@@ -55,6 +57,7 @@ class CompactStateManager:
         if old is not None and old.rec is not None:
             # The next turn of a session, with a checkpoint that reaches further than its own state.
             ledger.drop(old)
+            self._forget_log(seq)
             old = None
         try:
             holder = ledger.admit(seq.seq_id) if old is None else old
@@ -89,12 +92,62 @@ class CompactStateManager:
         holder = self.ledger.holders.get(seq.seq_id)
         if holder is not None:
             self.ledger.drop(holder)
+        self._forget_log(seq)
         seq.logical_state = -1
 
     def stands_at(self, seq: Any, position: int) -> bool:
-        """Whether the state of an admitted sequence is the one after `position` tokens."""
+        """Whether the state of an admitted sequence is, or by its draft log can become, the one after `position` tokens."""
         holder = self.ledger.holders.get(seq.seq_id)
-        return holder is not None and holder.position == position
+        trail = self._trail(seq)
+        if holder is None or trail is None or not trail.steps:
+            return holder is not None and holder.position == position
+        span = trail.span()
+        return span is not None and span[0] <= position <= span[1]
+
+    # Drafts
+
+    def _trail(self, seq: Any) -> Trail | None:
+        return None if self.logs is None else getattr(seq, "compact_trail", None)
+
+    def _forget_log(self, seq: Any) -> None:
+        if self.logs is not None:
+            self.logs.forget(seq)
+
+    def catch_up(self, seq: Any) -> list[tuple[int, int, int, int, int]]:
+        """Before a prefill: what brings a sequence's slot from its last verify step to its history, and the ledger too.
+
+        One commit (slot, tokens in it, tokens to add, log row, log half), or none.
+        """
+        trail, holder = self._trail(seq), self.holder(seq)
+        if trail is None or not trail.steps or not self.stands_at(seq, seq.num_history_ids):
+            return []
+        span = trail.span()
+        assert span is not None
+        self.ledger.resolve(holder, seq.num_history_ids)
+        behind = seq.num_history_ids - span[0]
+        if not behind or holder.rec is None:
+            return []
+        return [(holder.rec.slot, span[0], behind, trail.row, trail.half)]
+
+    def begin_logs(self, seqs: Sequence[Any], ends: Sequence[int]) -> list[int] | None:
+        """The log rows of sequences whose prefill, now planned, ends at `ends` tokens; None without drafts."""
+        if self.logs is None:
+            return None
+        return [self.logs.begin(seq, end).row for seq, end in zip(seqs, ends)]
+
+    def submit_decode(self, step: int, seqs: Sequence[Any]) -> tuple[list[int], list[int]]:
+        """`submit` of a decode forward; with drafts the device alone knows how many tokens it adds to each state."""
+        if self.logs is None:
+            return self.submit(step, seqs, [1] * len(seqs))
+        trails = [self._trail(seq) for seq in seqs]
+        for seq, trail in zip(seqs, trails):
+            if trail is None or trail.row < 0:
+                raise self.ledger.broken(f"sequence {seq.seq_id} is in a verify step and has no draft log")
+        ids = self.submit(step, seqs, [UNRESOLVED] * len(seqs))
+        for trail in trails:
+            if trail is not None:
+                trail.steps += 1
+        return ids
 
     # Steps
 

@@ -11,6 +11,7 @@ import asyncio
 import os
 from collections import deque
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -31,10 +32,18 @@ from lmdeploy.pytorch.engine.model_agent.agent import BatchedOutputs  # noqa: E4
 from lmdeploy.pytorch.messages import MessageStatus, SamplingParam, SequenceMeta, UpdateTokenMode  # noqa: E402
 from lmdeploy.pytorch.paging.scheduler import Scheduler  # noqa: E402
 from lmdeploy.pytorch.strategies.ar import ARStrategyFactory  # noqa: E402
+from lmdeploy.pytorch.strategies.ar_spec import ARSpecStrategyFactory  # noqa: E402
 
 BLOCK = 64
 VOCABULARY = 50
 SHAPES = [((3, 1024, 4), torch.bfloat16), ((3, 4, 128, 128), torch.bfloat16)]
+
+
+def shapes(drafts: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """lmdeploy's state shapes: with drafts every slot would be `1 + drafts` states wide."""
+    if not drafts:
+        return SHAPES
+    return [((3, 1024, 4 + drafts), torch.bfloat16), ((3, 1 + drafts, 4, 128, 128), torch.bfloat16)]
 
 
 def next_token(tokens: tuple[int, ...], epoch: int = 0) -> int:
@@ -51,8 +60,10 @@ class Device:
     device_type = "cpu"
     #: Whether `slots` is kept: what it holds is compared with what the index says.
     records = True
+    #: Columns of the ids.
+    width = 2
 
-    def __init__(self, num_slots: int, factory: ARStrategyFactory) -> None:
+    def __init__(self, num_slots: int, factory: Any) -> None:
         self.slots: list[tuple[int, ...] | None] = [None] * num_slots
         self.kv: dict[int, dict[int, int]] = {}
         self.queue: deque[dict[str, Any]] = deque()
@@ -89,20 +100,37 @@ class Device:
             steps = self.step_inputs
             inputs, extra, stopping = steps.model_inputs, steps.extra_inputs, steps.stopping_criteria
             sampling.update_delta(steps.sampling_delta)
-        tokens = self._forward(inputs, work["cache_inputs"])
+        answers = self._forward(inputs, work["cache_inputs"])
+        tokens, shown, extra, extra_outputs = self._sampled(inputs, extra, answers)
         stopped, stop_pos, stopping = stopping.step(tokens, sampling.stop_words, inputs=inputs, extra_inputs=extra)
-        outputs = BatchedOutputs(next_token_ids=tokens, stopped=stopped, stop_pos=stop_pos)
+        outputs = BatchedOutputs(next_token_ids=shown, stopped=stopped, stop_pos=stop_pos, extra_outputs=extra_outputs)
         sampling_delta = sampling.get_delta()
-        arguments = (inputs, extra, stopping, sampling_delta, tokens, None, None)
+        arguments = (inputs, extra, stopping, sampling_delta, tokens, None, extra_outputs)
         if decoding:
             self.step_inputs.step_decode(*arguments)
         elif not inputs.is_chunk or inputs.is_last_chunk:
             self.step_inputs.merge_prefill(*arguments)
         return outputs
 
+    def _sampled(self, inputs: Any, extra: Any, answers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any, Any]:
+        """The next token of each row, the tokens that the scheduler is shown, and what a strategy carries along."""
+        return answers, answers, extra, None
+
+    def _history(self, ids: list[int], held: tuple[int, ...]) -> tuple[int, ...]:
+        """The tokens before a row's own, from what its read slot holds."""
+        return held
+
+    def _kept(self, inputs: Any, ids: list[int], before: tuple[int, ...], piece: tuple[int, ...]) -> tuple[int, ...]:
+        """The tokens whose state a row writes."""
+        return before + piece
+
+    def _answers(self, inputs: Any, contexts: list[tuple[int, ...]]) -> torch.Tensor:
+        """What the model says after each row."""
+        return torch.tensor([next_token(context, self.epoch) for context in contexts])
+
     def _forward(self, inputs: Any, cache_inputs: Any) -> torch.Tensor:
-        """The next token of each row."""
-        assert inputs.state_offsets.shape == (len(inputs.seq_length), 2)
+        """The model's answers to one forward."""
+        assert inputs.state_offsets.shape == (len(inputs.seq_length), self.width)
         assert inputs.state_offsets.dtype == torch.int32
         exports = getattr(cache_inputs, "exports", None)
         if cache_inputs is not None:
@@ -112,14 +140,15 @@ class Device:
             self._copy(cache_inputs.kv_restore_plan)
         ids = inputs.state_offsets.tolist()
         pieces = torch.split(inputs.input_ids[0], inputs.seq_length.tolist())
-        loads = [() if read < 0 else self.slots[read] for read, _ in ids]
+        loads = [() if read < 0 else self.slots[read] for read, *_ in ids]
         contexts: list[tuple[int, ...]] = []
         stores: dict[int, tuple[int, ...]] = {}
         for row, (piece, before) in enumerate(zip(pieces, loads)):
             history = int(inputs.history_lengths[row])
             assert before is not None, f"row {row} reads garbage"
+            before, new = self._history(ids[row], before), tuple(piece.tolist())
             assert len(before) == history, f"row {row}: state of {len(before)} tokens, history of {history}"
-            context = before + tuple(piece.tolist())
+            context = before + new
             blocks = inputs.block_offsets[row].tolist()
             for position in range(history):
                 held = self.kv.get(blocks[position // BLOCK], {}).get(position % BLOCK)
@@ -134,17 +163,17 @@ class Device:
             write = ids[row][1]
             assert write >= 0
             assert write not in stores, "two rows write one slot"
-            stores[write] = context
+            stores[write] = self._kept(inputs, ids[row], before, new)
             contexts.append(context)
-        for row, (read, _) in enumerate(ids):
-            writers = [other for other, (_, write) in enumerate(ids) if write == read]
+        for row, (read, *_) in enumerate(ids):
+            writers = [other for other, (_, write, *_) in enumerate(ids) if write == read]
             assert read < 0 or writers in ([], [row]), "a row writes a slot that another one reads"
         for slot, context in stores.items():
             self.slots[slot] = context
         if cache_inputs is not None:
             self._copy(cache_inputs.kv_save_plan)
         self.forwards.append({"ids": ids, "lengths": inputs.seq_length.tolist(), "exports": exports})
-        return torch.tensor([next_token(context, self.epoch) for context in contexts])
+        return self._answers(inputs, contexts)
 
     def _copy(self, plan: torch.Tensor | None) -> None:
         if plan is None:
@@ -166,6 +195,7 @@ class Flow:
         blocks: int = 256,
         prefill_tokens: int = 1024,
         caching: bool = True,
+        drafts: int = 0,
         device: type[Device] = Device,
     ) -> None:
         from compact_state.integration.lmdeploy.cache import num_slots as default_slots
@@ -189,10 +219,11 @@ class Flow:
             enable_prefix_caching=caching,
             prefix_cache_state_budget=budget,
             num_state_caches=slots,
-            states_shapes=SHAPES,
+            states_shapes=shapes(drafts),
         )
         scheduler_config = SchedulerConfig(max_batches=max_batches, max_session_len=1 << 16)
-        factory = ARStrategyFactory(model_config)
+        spec = SimpleNamespace(num_speculative_tokens=drafts, method="qwen3_5_mtp")
+        factory = ARSpecStrategyFactory(model_config, spec) if drafts else ARStrategyFactory(model_config)
         seq_strategy, sampling = factory.build_sequence_strategy(), factory.build_sampling_strategy()
         meta = SequenceMeta(BLOCK, strategy=seq_strategy, sampling_strategy=sampling)
         self.scheduler = Scheduler(scheduler_config, cache_config, seq_meta=meta)
@@ -207,6 +238,7 @@ class Flow:
             enable_prefix_caching=caching,
             prefix_cache_decode_state_interval=0,
             is_ssm=True,
+            spec_decoding=drafts > 0,
         )
         adapters = mock.Mock()
         adapters.num_adapters.return_value = 1

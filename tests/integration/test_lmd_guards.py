@@ -111,7 +111,36 @@ def test_another_draft_method_is_refused(method: str) -> None:
 
 def test_a_draft_of_two_layers_is_refused() -> None:
     with pytest.raises(guards.UnsupportedSettingError, match=r"mtp_num_hidden_layers=2.*one layer"):
-        guards.check_spec("qwen3_5_mtp", 2)
+        guards.check_spec("qwen3_5_mtp", 3, 2)
+
+
+@pytest.mark.parametrize("drafts", [0, 8, 15])
+def test_more_drafts_than_a_verify_step_runs_are_refused(drafts: int) -> None:
+    with pytest.raises(guards.UnsupportedSettingError, match=f"num_speculative_tokens={drafts}.*1 to 7"):
+        guards.check_spec("qwen3_5_mtp", drafts, 1)
+
+
+def test_mtp_drafts_are_served() -> None:
+    guards.check_spec(None)
+    for drafts in range(1, 8):
+        guards.check_spec("qwen3_5_mtp", drafts, 1)
+
+
+def test_drafts_without_flash_attention_3_are_refused_at_start_by_its_name() -> None:
+    from lmdeploy.messages import SpeculativeConfig
+    from lmdeploy.pytorch.engine import engine
+
+    drafts = SpeculativeConfig(method="qwen3_5_mtp", num_speculative_tokens=3)
+    too_late = mock.patch.object(engine.ConfigBuilder, "update_engine_config", side_effect=AssertionError("too late"))
+    missing = mock.patch("importlib.util.find_spec", return_value=None)
+    with too_late, missing, pytest.raises(guards.UnsupportedSettingError) as refused:
+        engine.Engine("nowhere", config(), speculative_config=drafts)
+    for word in ("qwen3_5_mtp", "FlashAttention-3", "flash_attn_interface", "leave the drafts out"):
+        assert word in str(refused.value)
+    with too_late, mock.patch("importlib.util.find_spec", return_value=object()), pytest.raises(AssertionError):
+        engine.Engine("nowhere", config(), speculative_config=drafts)
+    with too_late, missing, pytest.raises(AssertionError):
+        engine.Engine("nowhere", config())
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
@@ -179,6 +208,28 @@ def test_the_pool_is_sized_and_the_log_says_so(caplog: pytest.LogCaptureFixture)
     assert cache_config.num_state_caches == 82
     text = info.call_args.args[0] % info.call_args.args[1:]
     assert text == f"Enable unified compact state: 82 slots of {slot} bytes, {82 * slot} bytes per rank"
+
+
+@pytest.mark.parametrize("drafts", [1, 5])
+def test_draft_logs_join_the_memory_and_slots_stay_one_state_wide(drafts: int) -> None:
+    from lmdeploy.pytorch.engine.executor.base import ExecutorBase, logger
+
+    from compact_state.integration.lmdeploy.cache import layout_of
+
+    shapes = lmd_flow.shapes(drafts)
+    cache_config = SimpleNamespace(
+        max_batches=64, prefix_cache_state_budget=16, num_state_caches=None, states_shapes=shapes
+    )
+    executor = SimpleNamespace(cache_config=cache_config, model_config=SimpleNamespace(state_cache_specs=None))
+    slot = layout_of(lmd_flow.SHAPES).slot_bytes
+    # Two key heads and four value heads of 128: k and conv inputs in bf16, u and the gate in fp32, two halves, 3 layers.
+    token = 2 * 128 * 2 + 4 * 128 * 4 + 4 * 4 + 1024 * 2
+    logs = 64 * 3 * 2 * (1 + drafts) * token
+    with mock.patch.object(logger, "info") as info:
+        assert ExecutorBase._get_state_cache_mem(executor) == 82 * slot + logs
+    assert f"82 slots of {slot} bytes" in info.call_args_list[0].args[0] % info.call_args_list[0].args[1:]
+    text = info.call_args.args[0] % info.call_args.args[1:]
+    assert text == f"Draft logs: 64 rows, {logs} bytes per rank"
 
 
 def test_a_failed_update_forgets_all_the_same() -> None:

@@ -34,7 +34,7 @@ class Schedules(RuleBasedStateMachine):
     ) -> None:
         os.environ[ALIGNMENT] = alignment
         try:
-            self.flow = Flow(
+            self.flow = self.make(
                 max_batches=max_batches,
                 budget=budget,
                 num_slots=max(1, max_batches + budget + extra),
@@ -46,6 +46,9 @@ class Schedules(RuleBasedStateMachine):
         # What each open session has been given and has answered, or None once new weights mixed into it.
         self.spoken: dict[int, tuple[Any, list[int], int] | None] = {}
         self.open: list[Any] = []
+
+    def make(self, **sizes: Any) -> Flow:
+        return Flow(**sizes)
 
     def prompt(self, root: int, length: int, tail: int) -> list[int]:
         shared = [(i * 5 + root) % 11 + 3 for i in range(length)]
