@@ -133,8 +133,10 @@ class ModelDevice(lmd_flow.Device):
         from lmdeploy.pytorch.models.patch import build_patched_model
         from lmdeploy.pytorch.weight_loader.model_weight_loader import load_model_weights
 
-        self.model_config = ModelConfig.from_pretrained(str(checkpoint), dtype="bfloat16")
-        context = BuildModelContext(language_model_only=True, strategy_factory=self.factory)
+        drafts = getattr(self, "drafts", 0)
+        spec = {"spec_method": "qwen3_5_mtp", "num_spec_tokens": drafts} if drafts else {}
+        self.model_config = ModelConfig.from_pretrained(str(checkpoint), dtype="bfloat16", **spec)
+        context = BuildModelContext(language_model_only=True, strategy_factory=self.factory, num_spec_tokens=drafts)
         self.model = build_patched_model(self.model_config, device=torch.device("cpu"), build_model_ctx=context)
         load_model_weights(self.model, str(checkpoint), device=torch.device("cpu"))
         cache_config.states_shapes = self.model_config.states_shapes
@@ -158,21 +160,26 @@ class ModelDevice(lmd_flow.Device):
                 tensor[plan[1]] = tensor[plan[0]]
         self.copies += plan.shape[1]
 
-    def _forward(self, inputs: Any, cache_inputs: Any) -> torch.Tensor:
+    def _hidden(self, inputs: Any, cache_inputs: Any) -> torch.Tensor:
+        """Hidden states `[tokens, size]` of one forward."""
         from lmdeploy.pytorch.engine.model_agent.agent import model_forward
 
         output = model_forward(
             self.model, inputs, self.model_config, self.caches, self.states, stream=None, cache_inputs=cache_inputs
         )
-        hidden = output["hidden_states"][0]
+        hidden: torch.Tensor = output["hidden_states"][0]
+        return hidden
+
+    def _forward(self, inputs: Any, cache_inputs: Any) -> torch.Tensor:
+        hidden = self._hidden(inputs, cache_inputs)
         last = inputs.seq_length.cumsum(0) - 1
         self.logits = self.model.get_logits(hidden[None, last])[0].float()
         self.forwards.append({"ids": inputs.state_offsets.tolist(), "lengths": inputs.seq_length.tolist()})
         return self.logits.argmax(-1)
 
 
-def model_flow(checkpoint: Path, **kwargs: Any) -> lmd_flow.Flow:
+def model_flow(checkpoint: Path, device: type[ModelDevice] = ModelDevice, **kwargs: Any) -> lmd_flow.Flow:
     """A Flow over the model. Use it inside `cpu_engine()`."""
-    flow = lmd_flow.Flow(device=ModelDevice, **kwargs)
+    flow = lmd_flow.Flow(device=device, **kwargs)
     flow.device.load(checkpoint, flow.scheduler.cache_config)
     return flow
