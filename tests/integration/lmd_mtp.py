@@ -1,0 +1,207 @@
+#!/usr/bin/env python3
+"""Greedy answers of a small random Qwen3.5 with MTP drafts, on a GPU, to be compared with those without drafts.
+
+    python tests/integration/lmd_mtp.py make MODEL
+    export PYTHONPATH=src:tests/integration/fa3_standin        # or with FlashAttention-3 installed
+    python -m compact_state.integration tests/integration/lmd_mtp.py ask MODEL plain.json
+    python -m compact_state.integration tests/integration/lmd_mtp.py ask MODEL drafts.json --drafts 3 --caching
+    python tests/integration/lmd_mtp.py compare plain.json drafts.json
+
+The model's head knows few tokens, so that a random draft is right now and then: accepted counts of every size occur, which
+`ask` records. `compare` asks for equal ids, or, at the first that differ, for two logits nearer than a bf16 evaluation tells
+apart; the logits of both runs must agree there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+TOKENS = 6  # that the head can answer, in pairs of opposite rows: one of a pair beats every other token
+NEAR = 0.3  # two bf16 evaluations of such a model (standard deviation of a logit 4) differ by up to 0.2 in a logit
+TOP = 4
+NEW = 48
+
+
+def make(out: Path, seed: int) -> None:
+    """The checkpoint of `lmd_tiny` with a head of few tokens and an MTP layer, which transformers does not write."""
+    import lmd_tiny
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    lmd_tiny.write_checkpoint(out, "tiny", seed)
+    weights = load_file(out / "model.safetensors")
+    head = next(name for name in weights if name.endswith("lm_head.weight"))
+    rows, kept = weights[head][100 : 100 + TOKENS // 2], torch.zeros_like(weights[head])
+    kept[100 : 100 + TOKENS] = torch.cat([rows, -rows])
+    weights[head] = kept
+    # Small beside what the layers add, or the last token alone would decide about the next.
+    weights[next(name for name in weights if name.endswith("embed_tokens.weight"))][100 : 100 + TOKENS] *= 0.2
+    full = next(name for name in weights if name.endswith("self_attn.q_proj.weight")).rsplit(".self_attn", 1)[0]
+    layer = {name: weights[name].clone() for name in weights if name.startswith(full + ".")}
+    weights |= {name.replace(full, "mtp.layers.0"): tensor for name, tensor in layer.items()}
+    size = kept.shape[1]
+    draw = torch.Generator().manual_seed(seed)
+    weights["mtp.fc.weight"] = (torch.randn(size, 2 * size, generator=draw) * (2 * size) ** -0.5).to(kept.dtype)
+    for norm in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding"):
+        weights[f"mtp.{norm}.weight"] = torch.zeros(size, dtype=kept.dtype)
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+
+
+def prompts() -> list[str]:
+    """One token, less than a conv window, a block and more, shared beginnings, and more than one forward takes."""
+
+    def text(length: int, seed: int) -> str:
+        draw = random.Random(seed)
+        return "".join(draw.choice("abcdefghijklmnopqrstuvwxyz ,.") for _ in range(length))
+
+    shared = text(600, 1)
+    alone = [text(1, 2), text(3, 3), text(70, 4), text(700, 5), text(1500, 9)]
+    return [*alone, shared + text(150, 6), shared + text(91, 7), shared + text(80, 8)]
+
+
+def ask(model: str, out: Path, drafts: int, caching: bool, eager: bool) -> None:
+    """Ask alone, once more (from the cache, if there is one), and in one batch; write ids, logits and what was accepted."""
+    began = time.monotonic()
+    from compact_state.integration.lmdeploy.drafts import Trail
+
+    accepted: Counter[int] = Counter()
+    answer = Trail.answer
+
+    def counted(self: Trail, count: int) -> None:
+        accepted[count] += 1
+        answer(self, count)
+
+    Trail.answer = counted  # type: ignore[method-assign]
+    from lmdeploy import GenerationConfig, PytorchEngineConfig, pipeline
+    from lmdeploy.messages import SpeculativeConfig
+
+    config = PytorchEngineConfig(
+        dtype="bfloat16",
+        language_model_only=True,
+        num_gpu_blocks=256,
+        max_batch_size=8,
+        session_len=4096,
+        max_prefill_token_num=1024,
+        block_size=64,
+        enable_prefix_caching=caching,
+        prefix_cache_state_budget=24 if caching else 0,
+        eager_mode=eager,
+        logprobs_mode="raw_logits",
+    )
+    spec = SpeculativeConfig(method="qwen3_5_mtp", num_speculative_tokens=drafts) if drafts else None
+    pipe = pipeline(model, backend_config=config, speculative_config=spec, log_level="INFO")
+    greedy = GenerationConfig(max_new_tokens=NEW, do_sample=False, ignore_eos=True, logprobs=TOP)
+
+    def shown(answers: list[Any]) -> list[dict[str, Any]]:
+        return [
+            {
+                "ids": [int(token) for token in a.token_ids],
+                "cached": int(a.cached_tokens or 0),
+                "top": [{int(t): round(float(v), 4) for t, v in step.items()} for step in a.logprobs],
+            }
+            for a in answers
+        ]
+
+    rounds = {}
+    for name in ("alone", "again"):
+        rounds[name] = shown([pipe([p], gen_config=greedy, do_preprocess=False)[0] for p in prompts()])
+    rounds["batch"] = shown(pipe(prompts(), gen_config=greedy, do_preprocess=False))
+    engine = pipe.async_engine.engine
+    states, manager = engine.executor.model_agent.state_cache_engine, engine.scheduler.state_manager
+    from compact_state.integration.lmdeploy import cache
+    from compact_state.pool.invariants import check
+
+    check(manager.ledger)
+    legacy = sum(dtype.itemsize * math.prod(shape) for shape, dtype in engine.cache_config.states_shapes)
+    result = {
+        "drafts": drafts,
+        "caching": caching,
+        "eager": eager,
+        "seconds": round(time.monotonic() - began, 1),
+        "accepted": dict(sorted(accepted.items())),
+        "slots": states.pool.shape[0],
+        "slot_bytes": states.layout.slot_bytes,
+        "slot_bytes_of_lmdeploy": legacy,
+        "log_bytes": cache.log_bytes(list({id(log): log for log in states.draft_logs.values()}.values())),
+        "hits": manager.ledger.counters.hits,
+        "publishes": manager.ledger.counters.publishes,
+        "rounds": rounds,
+    }
+    out.write_text(json.dumps(result))
+    print({name: value for name, value in result.items() if name != "rounds"}, flush=True)
+    # The engine's threads are daemons of a pipeline that nobody asks any more.
+    os._exit(0)
+
+
+def parted(plain: dict[str, Any], drafts: dict[str, Any]) -> tuple[int, float, float] | None:
+    """Where two answers part: the step, the gap of the two tokens' logits in `plain`, the largest difference of logits."""
+    for step, (a, b) in enumerate(zip(plain["ids"], drafts["ids"])):
+        if a != b:
+            one, other = plain["top"][step], drafts["top"][step]
+            gap = max(one.values()) - one.get(str(b), float("-inf"))
+            return step, gap, max(abs(one[t] - other[t]) for t in one.keys() & other.keys())
+    return None
+
+
+def compare(plain: dict[str, Any], drafts: dict[str, Any]) -> list[str]:
+    """Print how far the answers agree; returns what speaks against equality."""
+    faults, equal, ties = [], 0, []
+    for name, answers in drafts["rounds"].items():
+        for number, answered in enumerate(answers):
+            known = plain["rounds"][name][number]
+            if len(known["ids"]) != len(answered["ids"]):
+                faults.append(f"{name} {number}: {len(known['ids'])} and {len(answered['ids'])} tokens")
+            apart = parted(known, answered)
+            if apart is None:
+                equal += 1
+            elif apart[1] < NEAR and apart[2] < NEAR:
+                ties.append(apart)
+            else:
+                faults.append(f"{name} {number}: parted at {apart[0]}, gap {apart[1]}, logits differ by {apart[2]}")
+    answers = {tuple(a["ids"]) for a in plain["rounds"]["alone"]}
+    if len(answers) < len(plain["rounds"]["alone"]) - 1 or any(len(set(ids)) < 2 for ids in answers):
+        faults.append("the answers do not vary: equality would prove nothing")
+    if drafts["drafts"] and set(map(int, drafts["accepted"])) != set(range(1, 2 + drafts["drafts"])):
+        faults.append(f"accepted counts {drafts['accepted']}: not every number of drafts was accepted")
+    if drafts["caching"] and not (drafts["hits"] and any(a["cached"] for a in drafts["rounds"]["again"])):
+        faults.append("nothing was found in the cache")
+    head = {name: value for name, value in drafts.items() if name != "rounds"}
+    print(f"{head}\n  {equal} answers equal, {len(ties)} part at a near tie {ties}", *faults, sep="\n  ")
+    return faults
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    making = commands.add_parser("make", help="write the checkpoint")
+    making.add_argument("model", type=Path)
+    making.add_argument("--seed", type=int, default=0)
+    asking = commands.add_parser("ask", help="run one engine")
+    asking.add_argument("model")
+    asking.add_argument("out", type=Path)
+    asking.add_argument("--drafts", type=int, default=0)
+    asking.add_argument("--caching", action="store_true")
+    asking.add_argument("--graphs", action="store_true", help="CUDA graphs; eager without")
+    comparing = commands.add_parser("compare", help="answers of the first file with those of the others")
+    comparing.add_argument("files", type=Path, nargs="+")
+    arguments = parser.parse_args()
+    if arguments.command == "make":
+        make(arguments.model, arguments.seed)
+    elif arguments.command == "ask":
+        ask(arguments.model, arguments.out, arguments.drafts, arguments.caching, not arguments.graphs)
+    else:
+        plain, *others = (json.loads(file.read_text()) for file in arguments.files)
+        sys.exit(1 if [fault for other in others for fault in compare(plain, other)] else 0)
+
+
+if __name__ == "__main__":
+    main()
