@@ -155,16 +155,18 @@ def test_a_cancel_after_any_verify_step_returns_slot_and_log_row(steps: int) -> 
 
 
 def test_a_stopped_session_gives_its_log_row_to_a_running_one_and_is_recomputed() -> None:
-    flow = draft_flow(3, max_batches=2, budget=8, chance=1.0, caching=False, num_slots=8)
+    flow = draft_flow(3, max_batches=3, budget=8, chance=1.0, caching=False, num_slots=9)
     first = flow.add(prompt(120), 12)
-    flow.step()
-    flow.step()
+    while first.num_new_tokens < 9:
+        flow.step()
     flow.add(prompt(20, 3), 1)  # nothing commits the last step of `first`
     flow.run()
+    assert first.compact_trail.span() == (128, 132)
     spoken = [int(token) for token in first.generated_ids]
     others = [flow.add(prompt(60, seed), 9) for seed in range(4, 8)]
     flow.run()
     assert [list(seq.generated_ids) for seq in others] == [answer(prompt(60, s), 9) for s in range(4, 8)]
+    assert first.compact_trail.span() == (128, 128)
     flow.go_on(first, prompt(40, 4), 5)
     flow.run()
     assert flow.device.commits == 0
