@@ -68,6 +68,7 @@ REPORT = """
     import json, sys
     import lmdeploy.pytorch.engine.engine, lmdeploy.pytorch.engine.engine_loop, lmdeploy.pytorch.engine.inputs_maker
     import lmdeploy.pytorch.strategies.ar, lmdeploy.pytorch.strategies.ar.step_inputs
+    from lmdeploy.pytorch.strategies.ar_spec import model_inputs, sequence, step_inputs
     import lmdeploy.pytorch.models.qwen3_5, lmdeploy.pytorch.engine.model_agent.agent
     import lmdeploy.pytorch.backends.cuda.op_backend, lmdeploy.pytorch.configurations
     names = TARGETS
