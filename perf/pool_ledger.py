@@ -5,8 +5,8 @@
 Targets: p99 of each operation <= 5 us, a step of 256 rows <= 150 us. Other processes and the hypervisor only ever add to
 a wall-clock time, so each short trial has percentiles of its own and an operation's figure is the least over the trials.
 A loop that never changes is timed among the operations: what its p99 exceeds its p50 by is interference. Operations
-come in bursts of 64, as in a scheduler's pass; the first of a burst finds its code and data out of the caches, and
-being one in 64 it is what the p99 shows. Garbage collection is on, after gc.freeze() as once a process has warmed up.
+come in bursts of one a row of a step; the first of a burst finds code and data out of the caches and has a column of its
+own. Garbage collection is on, after gc.freeze() as once a process has warmed up.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from ..pool import CheckpointIndex, Ledger, Lifecycle, PrefixKey, StepRow
 
 SLOTS = 10_000
 ROWS = 256
-BURST = 64
 OPERATION_LIMIT_US = 5.0
 STEP_LIMIT_US = 150.0
 CONTROL = "the control: an empty loop of 40 turns"
@@ -36,13 +35,15 @@ Samples = dict[str, list[int]]
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds of one operation: percentiles of the quietest trial, and of all samples of all trials together."""
+    """Microseconds of one operation: percentiles of the quietest trial, the p99 of all samples of all trials together,
+    and the median of first calls of a burst."""
 
     op: str
     calls: int
     p50_us: float
     p99_us: float
     p99_all_us: float
+    first_us: float
     limit_us: float
 
     @property
@@ -55,11 +56,12 @@ def percentile(samples: list[int], part: float) -> float:
     return sorted(samples)[int(part * len(samples))] / 1000
 
 
-def timing(op: str, trials: list[list[int]], limit_us: float, overhead_us: float = 0.0) -> Timing:
-    """Percentiles of trials in ns, less what timing itself costs."""
+def timing(op: str, trials: list[list[int]], limit_us: float, overhead_us: float = 0.0, burst: int = 1) -> Timing:
+    """Percentiles of trials in ns, less what timing itself costs. Every `burst`-th sample is the first of a burst."""
     least = [min(percentile(samples, part) for samples in trials) for part in (0.5, 0.99)]
     pooled = percentile([sample for samples in trials for sample in samples], 0.99)
-    figures = [round(max(value - overhead_us, 0.0), 3) for value in (*least, pooled)]
+    first = percentile([sample for samples in trials for sample in samples[::burst]], 0.5)
+    figures = [round(max(value - overhead_us, 0.0), 3) for value in (*least, pooled, first)]
     return Timing(op, sum(map(len, trials)), *figures, limit_us)
 
 
@@ -101,7 +103,7 @@ class Bench:
     def round(self) -> None:
         """Every operation on a burst of requests and slots, as a scheduler's pass makes them."""
         ledger, timed = self.ledger, self.timed
-        holders = [timed("admit", ledger.admit, next(self.names)) for _ in range(BURST)]
+        holders = [timed("admit", ledger.admit, next(self.names)) for _ in range(ROWS)]
         handles, exports = [], []
         for holder in holders:
             timed(CONTROL, control, 1, [holder], [1])
@@ -136,7 +138,7 @@ class Bench:
         leases = [timed("get_begin", ledger.get_begin, 8, object()) for _ in holders]
         for lease in leases:
             timed("get_end", ledger.get_end, lease.op, ok=True)
-        for _ in range(2 * BURST):
+        for _ in range(2 * ROWS):
             timed("evict_oldest", ledger.evict_oldest)
 
 
@@ -146,13 +148,18 @@ def operations(calls: int, trials: int) -> list[Timing]:
     for _ in range(5):
         bench.round()
     found: list[Samples] = []
+    bursts = -(-calls // ROWS)
     for _ in range(trials):
         bench.samples = {}
-        for _ in range(-(-calls // BURST)):
+        for _ in range(bursts):
             bench.round()
         found.append(bench.samples)
     overhead_us = timing("nothing", [samples.pop("nothing") for samples in found], 0.0).p50_us
-    return [timing(op, [samples[op] for samples in found], OPERATION_LIMIT_US, overhead_us) for op in sorted(found[0])]
+    results = []
+    for op in sorted(found[0]):
+        samples = [trial[op] for trial in found]
+        results.append(timing(op, samples, OPERATION_LIMIT_US, overhead_us, len(samples[0]) // bursts))
+    return results
 
 
 def steps(calls: int, trials: int) -> list[Timing]:
@@ -214,10 +221,11 @@ def main(arguments: list[str] | None = None) -> int:
     gc.collect()
     gc.freeze()
     timings = operations(options.calls, options.trials) + steps(options.calls // 8, 2 * options.trials)
-    print(f"{'operation':40} {'calls':>7} {'p50 us':>8} {'p99 us':>8} {'of all':>8} {'limit':>7}")
+    print(f"{'operation':40} {'calls':>7} {'p50 us':>8} {'p99 us':>8} {'of all':>8} {'first':>8} {'limit':>7}")
     for item in timings:
         mark = "" if item.holds else "  MISSED"
-        figures = f"{item.p50_us:8.2f} {item.p99_us:8.2f} {item.p99_all_us:8.2f} {item.limit_us:7.0f}"
+        values = (item.p50_us, item.p99_us, item.p99_all_us, item.first_us)
+        figures = " ".join(f"{value:8.2f}" for value in values) + f" {item.limit_us:7.0f}"
         print(f"{item.op:40} {item.calls:7} {figures}{mark}")
     if options.json:
         environment = {

@@ -36,16 +36,28 @@ class IoLease:
     )
 
     def __init__(
-        self, op: int, kind: str, handle: SlotHandle, ranks: int, after_step: int, position: int, epoch: int
+        self,
+        op: int,
+        kind: str,
+        handle: SlotHandle,
+        ranks: int,
+        after_step: int,
+        position: int,
+        epoch: int,
+        deadline: float | None,
+        entry: object | None,
     ) -> None:
-        self.op, self.kind, self.handle = op, kind, handle
+        self.op = op
+        self.kind = kind
+        self.handle = handle
         self.pending = (1 << ranks) - 1
         self.succeeded = self.failed = 0
-        self.after_step, self.position, self.epoch = after_step, position, epoch
-        self.deadline: float | None = None
-        self.entry: object | None = None
-        self.cancelled = False
-        self.revoked = False
+        self.after_step = after_step
+        self.position = position
+        self.epoch = epoch
+        self.deadline = deadline
+        self.entry = entry
+        self.cancelled = self.revoked = False
 
 
 class IoOutcome(NamedTuple):
@@ -82,7 +94,7 @@ class LeaseLedger(CacheLedger):
         rec.puts += 1
         self.puts_in_flight += 1
         self.counters.puts += 1
-        return self._lease("put", rec, rec.write_step, rec.position, deadline)
+        return self._lease("put", rec, rec.write_step, rec.position, deadline, None)
 
     def put_end(self, op: int, *, rank: int = 0, ok: bool, error: ErrorClass = ErrorClass.IO) -> IoOutcome | None:
         """One rank's terminal completion of a put. An outcome once all ranks are terminal; None before, or if stale."""
@@ -93,7 +105,7 @@ class LeaseLedger(CacheLedger):
         rec.puts -= 1
         self.puts_in_flight -= 1
         self._settle(rec)
-        fault = self._fault(lease, error)
+        fault = self._fault(lease, error) if lease.failed or lease.revoked else None
         if fault is None:
             self.counters.puts_ok += 1
         return tuple.__new__(IoOutcome, (lease, fault is None, fault))
@@ -118,8 +130,7 @@ class LeaseLedger(CacheLedger):
         rec = self.free[-1]
         wait = max(rec.write_step, rec.read_step, after_step)
         rec = self._take(rec.write_step)
-        lease = self._lease("get", rec, wait, position, deadline)
-        lease.entry = entry
+        lease = self._lease("get", rec, wait, position, deadline, entry)
         rec.get_op = lease.op
         self.gets_in_flight += 1
         self.counters.gets += 1
@@ -143,7 +154,7 @@ class LeaseLedger(CacheLedger):
         rec = self.records[lease.handle.slot]
         rec.get_op = 0
         self.gets_in_flight -= 1
-        fault = self._fault(lease, error)
+        fault = self._fault(lease, error) if lease.failed or lease.revoked else None
         usable = fault is None and not lease.cancelled and lease.epoch == self.epoch and self.mode == "run"
         if usable:
             rec.sealed, rec.position, rec.entry = True, lease.position, lease.entry
@@ -179,11 +190,13 @@ class LeaseLedger(CacheLedger):
             self.log.append((self.submitted, "quarantine", rec.slot, rec.position))
         return late
 
-    def _lease(self, kind: str, rec: SlotRecord, after_step: int, position: int, deadline: float | None) -> IoLease:
+    def _lease(
+        self, kind: str, rec: SlotRecord, after_step: int, position: int, deadline: float | None, entry: object | None
+    ) -> IoLease:
         op = self._next_op
-        self._next_op += 1
-        lease = IoLease(op, kind, self.handle(rec), self.ranks, after_step, position, rec.epoch)
-        lease.deadline = deadline
+        self._next_op = op + 1
+        handle = rec.handle or self.handle(rec)
+        lease = IoLease(op, kind, handle, self.ranks, after_step, position, rec.epoch, deadline, entry)
         self.leases[op] = lease
         return lease
 

@@ -144,7 +144,9 @@ class StepLedger(LedgerBase):
         counters = self.counters
         counters.steps += 1
         counters.rows += len(holders)
-        counters.rows_moved += movers
+        if movers:
+            counters.rows_moved += movers
+            counters.allocs += movers
         reads: list[int] = []
         writes: list[int] = []
         for holder, count in zip(holders, counts):
@@ -158,30 +160,35 @@ class StepLedger(LedgerBase):
                 reads.append(slot)
                 writes.append(slot)
             else:
-                reads.append(-1 if rec is None else rec.slot)
-                writes.append(self._move(holder, rec, self._take(step), step, count))
+                new = self.free.pop()  # there are enough: reclaimed above
+                new.epoch = self.epoch
+                new.write_step = new.since = step
+                if rec is None:
+                    reads.append(-1)
+                    new.position = count
+                    self.demand -= 1
+                else:
+                    reads.append(rec.slot)
+                    new.position = rec.position + count
+                    self._leave(holder, rec, step)
+                new.owner = holder
+                holder.rec, holder.gen = new, new.gen
+                writes.append(new.slot)
         if self._plan:
             plan, self._plan = self._plan, []
             for rec in plan:
                 self._settle(rec)
         return reads, writes
 
-    def _move(self, holder: Holder, old: SlotRecord | None, new: SlotRecord, step: int, count: int) -> int:
-        if old is None:
-            new.position = count
+    def _leave(self, holder: Holder, old: SlotRecord, step: int) -> None:
+        """The request's state moves to another slot: `step` still reads the old one, which is its no longer."""
+        if old.gen != holder.gen:
+            raise self.broken(f"request {holder.id!r} reads slot {old.slot} of another life")
+        if old.owner is not holder:
             self.demand -= 1
-        else:
-            if old.gen != holder.gen:
-                raise self.broken(f"request {holder.id!r} reads slot {old.slot} of another life")
-            new.position = old.position + count
-            if old.owner is not holder:
-                self.demand -= 1
-            self._release_hold(holder, old)
-            old.read_step = step
-            self._settle(old)
-        new.owner = holder
-        holder.rec, holder.gen = new, new.gen
-        return new.slot
+        self._release_hold(holder, old)
+        old.read_step = step
+        self._settle(old)
 
     def step_launched(self, step: int) -> None:
         """The step's kernels are queued and its fence is recorded. The early policy releases step tokens here."""

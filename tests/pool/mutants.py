@@ -122,7 +122,7 @@ MUTANTS = (
         "if last > self.release_step:",
         "if last > self.submitted:",
     ),
-    Mutant("a step's read is not recorded", "ledger_steps", "            old.read_step = step\n", ""),
+    Mutant("a step's read is not recorded", "ledger_steps", "        old.read_step = step\n", ""),
     Mutant(
         "un-indexing unseals",
         "ledger_base",
@@ -254,7 +254,7 @@ MUTANTS = (
     Mutant(
         "a move keeps its reservation",
         "ledger_steps",
-        "            if old.owner is not holder:\n                self.demand -= 1\n",
+        "        if old.owner is not holder:\n            self.demand -= 1\n",
         "",
     ),
     Mutant(
