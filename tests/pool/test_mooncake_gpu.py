@@ -103,6 +103,21 @@ def test_gpu_slots_pass_a_pinned_ring_that_alone_is_registered(store, prompt, tm
     rig.close()
 
 
+def test_direct_transfers_over_tcp_are_right_or_refused(store, prompt):
+    """The CUDA wheel moves GPU memory itself; the other one takes the registration and then fails every transfer."""
+    rig = store.rig(heads=MIB_HEADS, mode="direct")
+    memory = rig.ports[0].memory
+    assert memory.mode == "direct"
+    entry = rig.checkpoint(prompt[:10])
+    if rig.put(entry):
+        assert store.rig(heads=MIB_HEADS, mode="direct").resume(prompt, [10]) == 10
+        assert store.rig(heads=MIB_HEADS, device="cpu").resume(prompt, [10]) == 10
+    else:
+        assert rig.ledger.counters.e_io == 1
+        assert store.rig(heads=MIB_HEADS).resume(prompt, [10]) == 0
+    print("moved" if entry.stored else "refused")
+
+
 @pytest.mark.parametrize("reader", ["cpu", "cuda"])
 def test_a_put_waits_for_the_event_of_its_step(store, prompt, reader):
     rig = store.rig(kind=LateRig, heads=MIB_HEADS)
