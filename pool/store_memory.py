@@ -4,8 +4,8 @@
     direct   pool in GPU memory that the transport registers: the same; bytes pass a window for their checksum
     staged   GPU memory that it cannot register (TCP): a pinned buffer of the ring stands between
 
-`auto` is host or staged. Direct has to be asked for, since a transport over TCP registers any address and crashes later;
-where registration is refused it becomes staged.
+`auto` is host or staged. Direct has to be asked for, since over TCP any registration is taken and only Mooncake's CUDA wheel
+then moves GPU memory; where registration is refused it becomes staged.
 
 A thread owns one ring buffer for as long as it lives, so a transfer that hangs keeps its buffer too.
 """
