@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import csv
 import importlib
-import io
 import re
 import subprocess
 import sys
@@ -48,16 +47,31 @@ CASES = (
     "kda_prefill:G1:32x1024:f32:fast",
     "kda_prefill:G3:1x8192:f32:slow",
 )
-SECTIONS = (
-    "SpeedOfLight",
-    "SchedulerStats",
-    "WarpStateStats",
-    "Occupancy",
-    "LaunchStats",
-    "ComputeWorkloadAnalysis",
-    "MemoryWorkloadAnalysis",
-    "SourceCounters",
+DRAM = "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed"
+WARPS = "sm__warps_active.avg.pct_of_peak_sustained_active"
+ISSUE = "smsp__issue_active.avg.pct_of_peak_sustained_active"
+TENSOR = "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active"
+SAMPLES = "Warp Stall Sampling (All Samples)"
+STALLS = (
+    *("barrier", "branch_resolving", "dispatch_stall", "drain", "gmma", "imc_miss", "lg_throttle", "long_scoreboard"),
+    *("math_pipe_throttle", "membar", "mio_throttle", "misc", "no_instruction", "not_selected", "selected"),
+    *("short_scoreboard", "sleeping", "tex_throttle", "wait"),
 )
+METRICS = (
+    "gpu__time_duration.sum",
+    "dram__bytes.sum.per_second",
+    DRAM,
+    "launch__registers_per_thread",
+    "launch__block_size",
+    "launch__grid_size",
+    "launch__shared_mem_per_block_dynamic",
+    WARPS,
+    ISSUE,
+    TENSOR,
+    *(f"smsp__average_warps_issue_stalled_{reason}_per_issue_active.ratio" for reason in STALLS),
+    "group:smsp__pcsamp_warp_stall_reasons",
+)
+KERNELS = "regex:recurrent|layer_decode|conv1d|gdn_|kda_|segment|wy_verify|state_ids|spin_kernel"  # not torch's own
 MARK = "spin_kernel"  # torch.cuda._sleep
 POOL_BYTES = 2**30
 STALLS_SHOWN = 4
@@ -103,11 +117,11 @@ def collect(out: Path, names: Sequence[str], budget_s: float) -> Path:
     """Profile `names`; writes into `out` and gives the path of the table. Raises OSError where ncu cannot run."""
     out.mkdir(parents=True, exist_ok=True)
     report = out / "inside.ncu-rep"
-    sections = [part for name in SECTIONS for part in ("--section", name)]
     target = [sys.executable, "-m", "compact_state.perf.inside", "launches", "--budget", str(budget_s), *names]
+    what = ["--kernel-name", KERNELS, "--metrics", ",".join(METRICS)]
     quiet = ["--profile-from-start", "off", "--clock-control", "none", "--force-overwrite", "-o", str(report)]
     done = subprocess.run(
-        ["ncu", *quiet, *sections, *target],
+        ["ncu", *quiet, *what, *target],
         stdout=subprocess.PIPE,
         text=True,
         check=False,
@@ -130,133 +144,84 @@ def collect(out: Path, names: Sequence[str], budget_s: float) -> Path:
 def _rows(text: str) -> list[dict[str, str]]:
     """Rows of ncu's raw page; the line of units is dropped."""
     lines = [line for line in text.splitlines() if line.startswith('"')]
-    return [row for row in csv.DictReader(io.StringIO("\n".join(lines))) if row.get("ID")]
+    return [row for row in csv.DictReader(lines) if row.get("ID")]
 
 
-def _value(row: dict[str, str], *patterns: str) -> float | None:
-    """The first metric whose name a pattern matches whole."""
-    for pattern in patterns:
-        for name, text in row.items():
-            if name and re.fullmatch(pattern, name) and text:
-                try:
-                    return float(text.replace(",", ""))
-                except ValueError:
-                    continue
-    return None
+def _value(row: dict[str, str], name: str) -> float:
+    """A metric's value, 0 where ncu has none."""
+    text = (row.get(name) or "").replace(",", "")
+    return float(text) if re.fullmatch(r"-?[\d.]+(?:e[+-]?\d+)?", text) else 0.0
 
 
 def _stalls(row: dict[str, str]) -> str:
     """Why warps wait, in parts of all warp time, most first."""
     found: dict[str, float] = {}
-    for name, text in row.items():
-        reason = re.fullmatch(r"smsp__average_warps?_(?:latency_)?issue_stalled_(\w+?)(?:_per_\w+)?\.ratio", name or "")
-        if reason and text and "not_issued" not in reason[1]:
-            found[reason[1]] = float(text.replace(",", ""))
+    for name in row:
+        reason = re.fullmatch(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio", name or "")
+        if reason:
+            found[reason[1]] = _value(row, name)
     total = sum(found.values())
     top = sorted(found.items(), key=lambda item: -item[1])[:STALLS_SHOWN]
     return ", ".join(f"{name.replace('_', ' ')} {100 * part / total:.0f} %" for name, part in top if total)
 
 
 def _kernel(name: str) -> str:
-    """The kernel's file-like name out of a mangled one."""
-    short = re.sub(r"^kernel_cutlass_", "", name.split("(")[0].split("<")[0])
-    return re.split(r"_(?:compact_state|tensorptr|object_at)", short)[0][:40]
+    """A kernel's name without its arguments."""
+    while "<" in name:
+        name, before = re.sub(r"<[^<>]*>", "", name), name
+        if name == before:
+            break
+    return name.split("(")[0].split("::")[-1].split(" ")[-1]
 
 
 def table(text: str, cases: Sequence[str]) -> str:
     """One line a kernel launch: time, memory, occupancy, issue slots, tensor pipe, stall reasons."""
     lines = [
-        "us: duration under the profiler, cold caches. dram: TB/s and % of the peak. warps: achieved occupancy. issue: % of "
-        "issue slots used.",
-        "tensor: % of the tensor pipe's cycles. stalls: parts of all warp time (selected = issuing).",
+        "us: duration under the profiler, cold caches. TB/s, dram %: device memory. warps %: achieved occupancy. issue %:",
+        "issue slots used. tensor %: cycles of the tensor pipe. stalls: parts of all warp time; selected is issuing.",
         "",
-        f"{'case / kernel':<46} {'us':>8} {'TB/s':>6} {'dram%':>6} {'regs':>5} {'threads':>7} {'grid':>7} {'smem K':>6} "
+        f"{'case / kernel':<42} {'us':>8} {'TB/s':>6} {'dram%':>6} {'regs':>5} {'threads':>7} {'grid':>7} {'smem K':>6} "
         f"{'warps%':>6} {'issue%':>6} {'tensor%':>7}  stalls",
     ]
     number = -1
     for row in _rows(text):
-        name = row.get("Kernel Name", "")
-        if MARK in name:
+        if MARK in row["Kernel Name"]:
             number += 1
-            lines.append(f"{cases[number] if number < len(cases) else '?'}")
+            lines.append(cases[number] if number < len(cases) else "?")
             continue
-        duration = _value(row, r"gpu__time_duration\.sum") or 0.0
-        speed = _value(row, r"dram__bytes\.sum\.per_second") or 0.0
-        cells = [
-            f"  {_kernel(name):<44}",
-            f"{duration / 1e3:8.2f}",
-            f"{speed / 1e12:6.2f}",
-            _cell(
-                row,
-                6,
-                r"(?:gpu__)?dram__throughput\.avg\.pct_of_peak_sustained_elapsed",
-                r"gpu__dram_throughput\..*pct.*",
-            ),
-            _cell(row, 5, r"launch__registers_per_thread", digits=0),
-            f"{(_value(row, r'launch__block_size') or 0):7.0f}",
-            f"{(_value(row, r'launch__grid_size') or 0):7.0f}",
-            f"{((_value(row, r'launch__shared_mem_per_block_dynamic') or 0) / 1024):6.1f}",
-            _cell(row, 6, r"sm__warps_active\.avg\.pct_of_peak_sustained_active"),
-            _cell(
-                row,
-                6,
-                r"smsp?__issue_active\.avg\.pct.*",
-                r"smsp?__inst_issued\.avg\.pct.*",
-                r"sm__instruction_throughput.*",
-            ),
-            _cell(
-                row, 7, r"sm__(?:inst_executed_)?pipe_tensor.*cycles_active\.avg\.pct.*", r"sm__.*pipe_tensor.*pct.*"
-            ),
-        ]
-        lines.append(" ".join(cells) + "  " + _stalls(row))
+        lines.append(
+            f"  {_kernel(row['Kernel Name'])[:40]:<40} {_value(row, 'gpu__time_duration.sum') / 1e3:8.2f} "
+            f"{_value(row, 'dram__bytes.sum.per_second') / 1e12:6.2f} {_value(row, DRAM):6.1f} "
+            f"{_value(row, 'launch__registers_per_thread'):5.0f} {_value(row, 'launch__block_size'):7.0f} "
+            f"{_value(row, 'launch__grid_size'):7.0f} {_value(row, 'launch__shared_mem_per_block_dynamic') / 1024:6.1f} "
+            f"{_value(row, WARPS):6.1f} {_value(row, ISSUE):6.1f} {_value(row, TENSOR):7.1f}  {_stalls(row)}"
+        )
     return "\n".join(lines)
 
 
-def _cell(row: dict[str, str], width: int, *patterns: str, digits: int = 1) -> str:
-    value = _value(row, *patterns)
-    return f"{'-':>{width}}" if value is None else f"{value:{width}.{digits}f}"
-
-
 def hot_lines(text: str) -> str:
-    """For each kernel of ncu's source page the instructions on which most warp samples fall."""
+    """For each kernel of ncu's source page the instructions on which most warp samples fall, with their stall reasons."""
     parts: list[str] = []
-    block: list[dict[str, str]] = []
-    title = ""
+    title, header, block = "", [], []
 
     def close() -> None:
-        samples = next(
-            (name for name in (block[0] if block else {}) if re.search(r"# ?Samples|Sampl", name or "")), None
-        )
-        if samples is None:
+        if not block or MARK in title:
             return
-
-        def count(row: dict[str, str]) -> float:
-            try:
-                return float((row.get(samples) or "0").replace(",", ""))
-            except ValueError:
-                return 0.0
-
-        total = sum(map(count, block)) or 1.0
-        parts.append(f"{title}: {total:.0f} samples, {len(block)} instructions")
-        for row in sorted(block, key=count, reverse=True)[:HOT_LINES]:
-            why: list[tuple[float, str]] = []
-            for name, value in row.items():
-                if name and name.startswith("stall_") and value:
-                    try:
-                        why.append((float(value.replace(",", "")), name[6:].split(" ")[0]))
-                    except ValueError:
-                        continue
-            reasons = ", ".join(f"{name} {value:.0f}" for value, name in sorted(why, reverse=True)[:3] if value)
-            parts.append(
-                f"  {100 * count(row) / total:5.1f} %  #{row.get('#', '?'):<6} {row.get('Source', '')[:64]:<64} {reasons}"
-            )
+        total = sum(_value(row, SAMPLES) for row in block) or 1.0
+        parts.append(f"{title}: {total:.0f} samples of {len(block)} instructions")
+        numbered = sorted(enumerate(block), key=lambda pair: -_value(pair[1], SAMPLES))
+        for number, row in numbered[:HOT_LINES]:
+            why = sorted(((_value(row, name), name[6:]) for name in row if name.startswith("stall_")), reverse=True)
+            shown = [(value, name) for value, name in why if value and "Not Issued" not in name]
+            reasons = ", ".join(f"{name} {value:.0f}" for value, name in shown[:3])
+            share = 100 * _value(row, SAMPLES) / total
+            parts.append(f"  {share:5.1f} %  #{number:<6} {row['Source'].strip()[:56]:<56} {reasons}")
         parts.append("")
 
-    header: list[str] = []
-    for cells in csv.reader(io.StringIO(text)):
+    for cells in csv.reader(text.splitlines()):
         if len(cells) >= 2 and cells[0] == "Kernel Name":
             close()
-            block, header, title = [], [], _kernel(cells[1])
+            title, header, block = _kernel(cells[1]), [], []
         elif not header and "Source" in cells:
             header = cells
         elif header and len(cells) == len(header):
