@@ -49,11 +49,13 @@ def warm_group(cases: Sequence[Case], peer_names: str) -> list[str]:
 
 
 def groups(cases: Sequence[Case]) -> dict[tuple[str, str], list[Case]]:
-    """Cases that compile much the same: a family and a geometry; prefill first, whose peers take longest."""
+    """Cases that compile much the same: a family, and a geometry (verify: and a number of drafts, for which kernels are
+    compiled anew); prefill first, whose peers take longest."""
     found: dict[tuple[str, str], list[Case]] = {}
     for case in sorted(cases, key=lambda case: "prefill" not in case.file):
         family = "step" if case.file in ("decode", "verify") else case.file
-        found.setdefault((family, case.geometry.id), []).append(case)
+        drafts = f":T{case.workload.lengths[0]}" if case.op.endswith("_verify") else ""
+        found.setdefault((family, case.geometry.id + drafts), []).append(case)
     return found
 
 
@@ -81,7 +83,9 @@ def warm(
             family, name = key = waiting.pop(0)
             names = "|".join(re.escape(case.name) for case in by_group[key])
             command = [sys.executable, "-m", "compact_state.perf", "warm", "--here", "--case", f"^({names})$"]
-            out = subprocess.DEVNULL if logs is None else (logs / f"{family}-{name.replace('/', '_')}.log").open("w")
+            out = (
+                subprocess.DEVNULL if logs is None else (logs / f"{family}-{re.sub(r'[/:]', '_', name)}.log").open("w")
+            )
             process = subprocess.Popen(
                 [*command, "--peers", ",".join(peers_of(family))], stdout=out, stderr=subprocess.STDOUT, text=True,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
