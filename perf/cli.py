@@ -31,6 +31,7 @@ def _parser() -> argparse.ArgumentParser:
     whole.add_argument("--device", default="cuda", help="cuda, or cpu to exercise the harness only")
     whole.add_argument("--commit", help="commit to record where the tree has no history")
     whole.add_argument("--budget", type=float, default=420.0, help="seconds of measuring; what does not fit is named")
+    whole.add_argument("--compile-limit", type=float, default=240.0, help="seconds for peers to compile and tune in")
     whole.add_argument("--jobs", type=int, help="processes that compile; one a core by default")
     warm = commands.add_parser("warm", help="compile and tune the peers ahead of a run, in parallel processes")
     warm.add_argument("--jobs", type=int, help="processes; one a core by default")
@@ -76,10 +77,11 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
         print("\n".join(warm_group(cases, options.warm_here)), end="")
         torch.cuda.empty_cache()
+    cold: set[tuple[str, str]] = set()
     if options.turn:
         from .matrix import Turn
 
-        options.budget = Turn(options.turn).wait()
+        options.budget, cold = Turn(options.turn).wait()
     by_name = {case.name: case for case in cases}
 
     def save(result: dict[str, Any]) -> list[Path]:
@@ -94,6 +96,7 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         budget_s=options.budget,
         say=lambda text: print(text, flush=True),
         save=save,
+        without=lambda case: _cold_peers(case, cold),
     )
     for path in save(result):
         print(f"wrote {path}")
@@ -109,6 +112,17 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         print(lines_table(load_results(options.out)))
     print(f"{len(result['rows'])} rows, {len(result['failures'])} failures, {result['environment']['seconds']} s")
     return 1 if result["failures"] else 0
+
+
+def _cold_peers(case: Any, cold: set[tuple[str, str]]) -> dict[str, str]:
+    """Peers that did not compile in time for a case, and why."""
+    from .matrix import IN_MEMORY
+    from .peers import NAMES
+    from .warm import group_of
+
+    family, _ = group = group_of(case)
+    names = [name for name in NAMES if name != IN_MEMORY.get(family)] if group in cold else []
+    return dict.fromkeys(names, "not compiled and tuned within the limit of this run")
 
 
 def _warm(options: argparse.Namespace) -> int:
@@ -135,10 +149,17 @@ def _all(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     from .report import load_results
 
     failed = measure(
-        select(options.op, options.case, options.quick), options.out, peer_names=options.peers, device=options.device,
-        commit=options.commit, budget_s=options.budget, jobs=options.jobs,
-        command=" ".join(["python", "-m", "perf", *arguments]), say=lambda text: print(text, flush=True),
-    )  # fmt: skip
+        select(options.op, options.case, options.quick),
+        options.out,
+        peer_names=options.peers,
+        device=options.device,
+        commit=options.commit,
+        budget_s=options.budget,
+        compile_limit_s=options.compile_limit,
+        jobs=options.jobs,
+        command=" ".join(["python", "-m", "perf", *arguments]),
+        say=lambda text: print(text, flush=True),
+    )
     print(lines_table(load_results(options.out)))
     return 1 if failed else 0
 

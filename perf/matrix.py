@@ -7,8 +7,8 @@ family is timed before all of that is over, and never two at once.
 
 from __future__ import annotations
 
+import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from . import peers
 from .cases import Case
-from .warm import warm
+from .warm import pattern, warm
 
 FAMILIES = {
     "step": ("decode", "verify"),
@@ -28,7 +28,7 @@ FAMILIES = {
     "kda_prefill": ("kda_prefill",),
 }
 IN_MEMORY = {"gdn_prefill": "flashinfer", "kda_prefill": "cudnn"}
-COMPILE_LIMIT_S = 240.0  # after it the families that are ready are measured
+COMPILE_LIMIT_S = 240.0  # what is not ready then is measured without the peers that it waits for
 GRACE_S = 60.0  # beyond its budget, for the case in hand and the start
 
 
@@ -48,20 +48,24 @@ class Turn:
         """Written by the one who gives turns."""
         return self.stem.with_suffix(".go")
 
-    def wait(self) -> float:
-        """Say ready, and wait to be told to go; gives the seconds to measure in. Raises RuntimeError without its parent."""
+    def wait(self) -> tuple[float, set[tuple[str, str]]]:
+        """Say ready, and wait to be told to go; gives the seconds to measure in and the groups whose peers did not compile.
+
+        Raises RuntimeError when its parent is gone.
+        """
         parent = os.getppid()
         self.ready.touch()
         while not self.go.exists():
             if os.getppid() != parent:
                 raise RuntimeError("the process that gives turns has ended")
             time.sleep(0.05)
-        return float(self.go.read_text())
+        seconds, cold = json.loads(self.go.read_text())
+        return seconds, {(family, name) for family, name in cold}
 
-    def give(self, seconds: float) -> None:
+    def give(self, seconds: float, cold: Sequence[tuple[str, str]] = ()) -> None:
         """Tell the family to go."""
-        text = self.stem.with_suffix(".seconds")
-        text.write_text(f"{seconds:.1f}")
+        text = self.stem.with_suffix(".text")
+        text.write_text(json.dumps([seconds, cold]))
         text.rename(self.go)
 
 
@@ -85,11 +89,6 @@ def by_family(cases: Sequence[Case], folder: Path) -> list[Family]:
     return found
 
 
-def pattern(cases: Sequence[Case]) -> str:
-    """A `--case` that selects exactly these."""
-    return f"^({'|'.join(re.escape(case.name) for case in cases)})$"
-
-
 def measure(
     cases: Sequence[Case],
     out: Path,
@@ -98,6 +97,7 @@ def measure(
     device: str = "cuda",
     commit: str | None = None,
     budget_s: float = 420.0,
+    compile_limit_s: float = COMPILE_LIMIT_S,
     jobs: int | None = None,
     command: str = "",
     say: Callable[[str], None] = print,
@@ -107,6 +107,7 @@ def measure(
     Args:
         budget_s: seconds of measuring, over all families; a family may use what those before it left. What does not fit is
             named in its file.
+        compile_limit_s: seconds for peers to compile in; groups that are not done are measured without them, and say so.
         jobs: processes of the compile phase.
         command: what to record as the command.
     """
@@ -124,11 +125,12 @@ def measure(
                 [sys.executable, "-m", "compact_state.perf", "run", *arguments],
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
-        warm(cases, lambda stem: [peer for peer in wanted if peer != IN_MEMORY.get(stem)], jobs, say)
-        while time.monotonic() - began < COMPILE_LIMIT_S and any(_is_compiling(family) for family in families):
+        on_disk = {name: [peer for peer in wanted if peer != IN_MEMORY.get(name)] for name in FAMILIES}
+        cold = warm(cases, on_disk.__getitem__, jobs, say, limit_s=compile_limit_s)
+        while any(_is_compiling(family) for family in families):
             time.sleep(0.1)
-        say(f"peers compiled and tuned in {time.monotonic() - began:.0f} s")
-        return _give_turns(families, budget_s, say)
+        say(f"peers compiled and tuned in {time.monotonic() - began:.0f} s; without: {cold or 'none'}")
+        return _give_turns(families, budget_s, cold, say)
 
 
 def _is_compiling(family: Family) -> bool:
@@ -136,13 +138,15 @@ def _is_compiling(family: Family) -> bool:
     return family.process.poll() is None and not family.turn.ready.exists()
 
 
-def _give_turns(families: Sequence[Family], budget_s: float, say: Callable[[str], None]) -> list[str]:
+def _give_turns(
+    families: Sequence[Family], budget_s: float, cold: Sequence[tuple[str, str]], say: Callable[[str], None]
+) -> list[str]:
     failed = []
     began = time.monotonic()
-    for family in sorted(families, key=_is_compiling):
+    for family in families:
         assert family.process is not None
         left = budget_s - (time.monotonic() - began)
-        family.turn.give(max(left, 1.0))
+        family.turn.give(max(left, 1.0), cold)
         try:
             status = family.process.wait(max(left, 1.0) + GRACE_S)
         except subprocess.TimeoutExpired:

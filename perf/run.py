@@ -6,7 +6,7 @@ import importlib
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -155,11 +155,12 @@ def run(
     budget_s: float | None = None,
     say: Callable[[str], None] = print,
     save: Callable[[dict[str, Any]], object] = lambda result: None,
+    without: Callable[[Case], Mapping[str, str]] = lambda case: {},
 ) -> dict[str, Any]:
     """Run cases in order and give a result of the schema. A case that fails is named in `failures` and the rest go on.
 
     budget_s: after this many seconds the remaining cases are named as skipped. save: called with the result so far every
-    SAVE_EVERY rows, so that a run that is ended early leaves what it has.
+    SAVE_EVERY rows, so that a run that is ended early leaves what it has. without: peers that a case has to do without, and why.
     """
     began, clock = time.monotonic(), Clock()
     with clock.phase("start"):
@@ -182,7 +183,12 @@ def run(
             break
         try:
             start = time.monotonic()
-            row = run_case(case, ws, timer, adapters, env["copy_tb_s"], clock)
+            absent = without(case)
+            present = {name: adapter for name, adapter in adapters.items() if name not in absent}
+            row = run_case(case, ws, timer, present, env["copy_tb_s"], clock)
+            named = {name: why for name, why in absent.items() if name in adapters}
+            if named:
+                row["peers_missing"] = row.get("peers_missing", {}) | named
             row["seconds"] = _round(time.monotonic() - start)
             schema.validate({"environment": env, "rows": [row]})
             rows.append(row)

@@ -17,7 +17,7 @@ import torch
 
 L2_BYTES = 60 * 2**20
 COLD_BYTES = 4 * L2_BYTES  # what the launches of one graph touch at least
-MAX_LAUNCHES = 480
+MAX_LAUNCHES = 240
 WORK_US = 300.0  # device time of one graph at least: beside it the start of a graph is small
 LAUNCH_US = 2.0  # what the smallest launch takes
 BYTES_A_US = 4_000_000  # near the copy bandwidth; only decides how many launches make WORK_US

@@ -7,6 +7,7 @@ so that a run which comes after finds it there. Tuning here shares the GPU among
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import re
 import subprocess
@@ -18,6 +19,7 @@ from pathlib import Path
 from .cases import Case
 
 POOL_BYTES = 2**29
+FIRST = ("Q1", "G1")
 
 
 def warm_group(cases: Sequence[Case], peer_names: str) -> list[str]:
@@ -48,14 +50,17 @@ def warm_group(cases: Sequence[Case], peer_names: str) -> list[str]:
     return failures
 
 
+def group_of(case: Case) -> tuple[str, str]:
+    """What a case's peers are compiled with: its family and geometry (verify: and drafts, for which there are other kernels)."""
+    drafts = f":T{case.workload.lengths[0]}" if case.op.endswith("_verify") else ""
+    return "step" if case.file in ("decode", "verify") else case.file, case.geometry.id + drafts
+
+
 def groups(cases: Sequence[Case]) -> dict[tuple[str, str], list[Case]]:
-    """Cases that compile much the same: a family, and a geometry (verify: and a number of drafts, for which kernels are
-    compiled anew); prefill first, whose peers take longest."""
+    """Cases by `group_of`; prefill of the first geometries first, whose peers take longest and matter most."""
     found: dict[tuple[str, str], list[Case]] = {}
-    for case in sorted(cases, key=lambda case: "prefill" not in case.file):
-        family = "step" if case.file in ("decode", "verify") else case.file
-        drafts = f":T{case.workload.lengths[0]}" if case.op.endswith("_verify") else ""
-        found.setdefault((family, case.geometry.id + drafts), []).append(case)
+    for case in sorted(cases, key=lambda case: ("prefill" not in case.file, case.geometry.id not in FIRST)):
+        found.setdefault(group_of(case), []).append(case)
     return found
 
 
@@ -65,24 +70,25 @@ def warm(
     jobs: int | None = None,
     say: Callable[[str], None] = print,
     logs: Path | None = None,
-) -> int:
-    """Warm all groups in at most `jobs` processes; gives how many ended badly.
+    limit_s: float = math.inf,
+) -> list[tuple[str, str]]:
+    """Warm all groups in at most `jobs` processes; gives those that failed or were not done in time.
 
     Args:
         peers_of: names of the peers to warm for a family ("step", "conv", "gdn_prefill", "kda_prefill"); none: it is left out.
         jobs: processes, one a core by default.
         logs: folder of one log a process.
+        limit_s: seconds after which what still runs is ended.
     """
     by_group = groups(cases)
     waiting = [key for key in by_group if peers_of(key[0])]
     running: dict[tuple[str, str], tuple[subprocess.Popen[str], float]] = {}
-    bad = 0
+    cold: list[tuple[str, str]] = []
     began = time.monotonic()
-    while waiting or running:
+    while (waiting or running) and time.monotonic() - began < limit_s:
         while waiting and len(running) < (jobs or os.cpu_count() or 1):
             family, name = key = waiting.pop(0)
-            names = "|".join(re.escape(case.name) for case in by_group[key])
-            command = [sys.executable, "-m", "compact_state.perf", "warm", "--here", "--case", f"^({names})$"]
+            command = [sys.executable, "-m", "compact_state.perf", "warm", "--here", "--case", pattern(by_group[key])]
             out = (
                 subprocess.DEVNULL if logs is None else (logs / f"{family}-{re.sub(r'[/:]', '_', name)}.log").open("w")
             )
@@ -91,12 +97,21 @@ def warm(
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )  # fmt: skip
             running[key] = process, time.monotonic()
-        time.sleep(0.2)
+        time.sleep(0.1)
         for key, (process, start) in list(running.items()):
-            if process.poll() is None:
-                continue
-            del running[key]
-            bad += process.returncode != 0
-            took = time.monotonic() - start
-            say(f"{time.monotonic() - began:6.1f} s  {key[0]}:{key[1]} took {took:.1f} s, status {process.returncode}")
-    return bad
+            if process.poll() is not None:
+                del running[key]
+                cold += [key] if process.returncode else []
+                took = time.monotonic() - start
+                say(
+                    f"{time.monotonic() - began:6.1f} s  {':'.join(key)} took {took:.1f} s, status {process.returncode}"
+                )
+    for process, _ in running.values():
+        process.kill()
+        process.wait()
+    return [*cold, *running, *waiting]
+
+
+def pattern(cases: Sequence[Case]) -> str:
+    """A `--case` that selects exactly these."""
+    return f"^({'|'.join(re.escape(case.name) for case in cases)})$"

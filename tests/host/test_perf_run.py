@@ -16,8 +16,9 @@ from compact_state.perf.cases import GATES, Case, select, workload
 from compact_state.perf.cli import main
 from compact_state.perf.geometries import Geometry, geometry
 from compact_state.perf.inputs import Workspace, delta_problem
-from compact_state.perf.matrix import Turn, by_family, pattern
+from compact_state.perf.matrix import Turn, by_family
 from compact_state.perf.peers.common import PeerCall, log_decay
+from compact_state.perf.warm import pattern, warm
 
 CPU = torch.device("cpu")
 SMALL_GDN = Geometry("Q4", "two heads", 8, "gdn", 1, 2, ("float32",))
@@ -252,9 +253,9 @@ def test_a_turn_is_waited_for_and_an_orphan_gives_up(tmp_path: Path, monkeypatch
     import threading
 
     turn = Turn(tmp_path / "step")
-    timer = threading.Timer(0.2, turn.give, [7.0])
+    timer = threading.Timer(0.2, turn.give, [7.0, [("step", "Q1:T6")]])
     timer.start()
-    assert turn.wait() == 7.0
+    assert turn.wait() == (7.0, {("step", "Q1:T6")})
     assert turn.ready.exists()
     timer.join()
     parents = iter([1, 1, 2])
@@ -269,3 +270,22 @@ def test_families_cover_the_registry_and_select_exactly_their_cases(tmp_path: Pa
     assert sorted(case.name for family in families for case in family.cases) == sorted(case.name for case in cases)
     for family in families:
         assert [case.name for case in select("", pattern(family.cases))] == [case.name for case in family.cases]
+
+
+def test_a_peer_that_did_not_compile_in_time_is_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "load", lambda names: ({"fla": fake_peer(1.0), "flashinfer": fake_peer(1.0)}, {}))
+    result = run.run(
+        [small("gdn_decode", "B3")],
+        device=CPU,
+        say=lambda text: None,
+        without=lambda case: {"fla": "late", "cudnn": "late"},
+    )
+    (row,) = result["rows"]
+    assert set(row["peers"]) == {"flashinfer"}
+    assert row["peers_missing"] == {"fla": "late"}
+
+
+def test_what_is_not_warm_at_the_limit_is_cold() -> None:
+    cases = select("advance_state_ids")
+    assert warm(cases, lambda family: ["fla"], limit_s=0.0) == [("step", "Q1")]
+    assert warm(cases, lambda family: [], limit_s=60.0) == []
