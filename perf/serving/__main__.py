@@ -38,11 +38,13 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--mixed", type=int, default=256, help="requests of the mixed load; 0 for none")
             command.add_argument("--only", default="", help="names of engines, comma-separated; all by default")
         if name == "load":
-            command.add_argument("--case", type=load.Case.parse, action="append", help="such as 64x2048+256:5")
+            command.add_argument("--case", type=load.Case.parse, action="append", help="such as 64x2048+256:5@on")
             command.add_argument("--variants", default="legacy,compact")
             command.add_argument("--caching", default="off,on")
             command.add_argument("--start", type=float, default=240.0, help="seconds that an engine may take to start")
-            command.add_argument("--profile", action="store_true", help="kernels and functions afterwards")
+            command.add_argument(
+                "--profile", nargs="*", default=[], help="engines whose time is told apart, as compact-on"
+            )
         if name == "server":
             command.add_argument("--variant", default="compact", choices=("compact", "legacy"))
     return parser

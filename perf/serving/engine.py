@@ -39,6 +39,8 @@ class Engine:
         import torch
         from lmdeploy import PytorchEngineConfig, pipeline
 
+        self.clock = traffic.StepClock()
+        self.clock.install()
         self.pipe = pipeline(
             model, backend_config=PytorchEngineConfig(**{**SETTINGS, **settings}), log_level=os.environ["LOG_LEVEL"]
         )
@@ -72,7 +74,7 @@ class Engine:
         prompts = traffic.shared_prompts(requests, input, seed)
         self.torch.cuda.reset_peak_memory_stats()
         before = self.torch.cuda.memory_allocated()
-        result: dict[str, Any] = self.run(traffic.batch(self.engine, self.next_sessions(), prompts, output))
+        result: dict[str, Any] = self.run(traffic.batch(self.engine, self.clock, self.next_sessions(), prompts, output))
         transient = self.torch.cuda.max_memory_allocated() - before
         return {**result, "transient_mib": round(transient / 2**20, 1), "checkpoints": self._checkpoints()}
 
@@ -125,7 +127,7 @@ class Engine:
             profiler = cProfile.Profile()
             profiler.enable()
             try:
-                result = await traffic.batch(self.engine, self.next_sessions(), prompts, output)
+                result = await traffic.batch(self.engine, self.clock, self.next_sessions(), prompts, output)
             finally:
                 profiler.disable()
             text = io.StringIO()
@@ -138,7 +140,7 @@ class Engine:
         from torch.profiler import ProfilerActivity, profile
 
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            result = self.run(traffic.batch(self.engine, self.next_sessions(), prompts, output))
+            result = self.run(traffic.batch(self.engine, self.clock, self.next_sessions(), prompts, output))
         kernels = [
             (event.key[:110], int(event.count), round(event.self_device_time_total / 1e3, 3))
             for event in profiler.key_averages()

@@ -104,30 +104,41 @@ def run(
     engine: list[str] = ENGINE,
 ) -> dict[str, Any]:
     """Rounds on every engine and each pair compared; then a mixed load, sleep and the rounds once more."""
-    result: dict[str, Any] = {"start": {}, "pairs": {}, "hits": {}, "mixed": {}, "sleep": {}}
+    result: dict[str, Any] = {"start": {}, "failed": {}, "pairs": {}, "hits": {}, "mixed": {}, "sleep": {}}
     with Fleet(engines, logs, limit_s=limit_s, engine=engine) as fleet:
         result["start"] = {label: running.ready for label, running in fleet.engines.items()}
         result["failed"] = fleet.failed
-        rounds = {label: running.ask("rounds", new=new) for label, running in fleet.engines.items()}
+        say(f"{fleet.start_s} s: {result['start']} {result['failed']}")
+        rounds = fleet.ask_all("rounds", new=new)
         labels = list(rounds)
         for i, mine in enumerate(labels):
             result["hits"][mine] = hits(rounds[mine])
             for theirs in labels[i + 1 :]:
                 result["pairs"][f"{mine} / {theirs}"] = compare(rounds[mine], rounds[theirs])
-        save(result)
-        for label in labels if mixed else ():
-            seen = fleet[label].ask("mixed", count=mixed, new=new, seed=5)
-            result["mixed"][label] = finished(seen, rounds[label])
-            save(result)
-        for label in labels:
-            if fleet[label].spec.variant == "compact" and mixed:
-                slept = fleet[label].ask("sleep")
-                after = fleet[label].ask("rounds", new=new)
-                # Nothing may be found that the memory before held: the first round is cold again.
-                forgotten = after[0]["cached"] == rounds[label][0]["cached"]
-                result["sleep"][label] = {**slept, "forgotten": forgotten, **compare(rounds[label], after)}
-                save(result)
-    for what in ("pairs", "hits", "mixed", "sleep"):
-        for name, found in result[what].items():
-            say(f"{what} {name}: { ({k: v for k, v in found.items() if k != 'partings'}) }")
+        _tell(result, ("pairs", "hits"), save, say)
+        if not mixed:
+            return result
+        seen = fleet.ask_all("mixed", count=mixed, new=new, seed=5)
+        result["mixed"] = {label: finished(some, rounds[label]) for label, some in seen.items()}
+        _tell(result, ("mixed",), save, say)
+        for label in [label for label in fleet.engines if fleet[label].spec.variant != "compact"]:
+            fleet.drop(label, "only compact is put to sleep")
+        slept, after = fleet.ask_all("sleep"), fleet.ask_all("rounds", new=new)
+        for label, again in after.items():
+            # Nothing may be found that the memory before held: the first round is cold again.
+            forgotten = again[0]["cached"] == rounds[label][0]["cached"]
+            result["sleep"][label] = {**slept[label], "forgotten": forgotten, **compare(rounds[label], again)}
+        _tell(result, ("sleep",), save, say)
     return result
+
+
+def _tell(
+    result: dict[str, Any],
+    what: tuple[str, ...],
+    save: Callable[[dict[str, Any]], None],
+    say: Callable[[str], None],
+) -> None:
+    save(result)
+    for kind in what:
+        for name, found in result[kind].items():
+            say(f"{kind} {name}: { ({k: v for k, v in found.items() if k != 'partings'}) }")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
+import math
 import os
+import select
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -58,8 +60,14 @@ class Running:
         )
         self.ready: dict[str, Any] = {}
 
-    def _reply(self) -> Any:
+    def _reply(self, deadline: float = math.inf) -> Any:
         assert self._process.stdout is not None
+        # Nothing is buffered between replies, so the descriptor says whether one is coming.
+        if (
+            deadline < math.inf
+            and not select.select([self._process.stdout], [], [], max(0, deadline - time.monotonic()))[0]
+        ):
+            raise EngineError(f"{self.spec.label} is not ready in time:\n{self.log.read_text()[-2000:]}")
         line = self._process.stdout.readline()
         if not line:
             raise EngineError(f"{self.spec.label} ended:\n{self.log.read_text()[-3000:]}")
@@ -68,16 +76,19 @@ class Running:
             raise EngineError(f"{self.spec.label}:\n{answer['error']}")
         return answer["ok"]
 
-    def wait(self) -> Running:
-        """Until it serves."""
-        self.ready = self._reply()
+    def wait(self, deadline: float) -> Running:
+        """Until it serves. Raises EngineError when it does not by `deadline`, a time of the monotonic clock."""
+        self.ready = self._reply(deadline)
         return self
 
     def ask(self, do: str, **arguments: Any) -> Any:
         """Run one command to its end. Raises EngineError."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
-        self._process.stdin.flush()
+        try:
+            self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # it has ended; reading says why
         return self._reply()
 
     def close(self) -> None:
@@ -103,23 +114,18 @@ class Fleet:
     def __enter__(self) -> Fleet:
         self._logs.mkdir(parents=True, exist_ok=True)
         began = time.monotonic()
-        waiting = [Running(spec, self._logs, self._engine) for spec in self._specs]
-
-        # A process that is ended here closes its pipe, so that the wait below ends too.
-        def give_up() -> None:
-            for running in waiting:
-                if not running.ready:
-                    running.close()
-
-        watch = threading.Timer(self._limit, give_up)
-        watch.start()
-        for running in waiting:
+        for running in [Running(spec, self._logs, self._engine) for spec in self._specs]:
+            self.engines[running.spec.label] = running
+        for label, running in list(self.engines.items()):
             try:
-                self.engines[running.spec.label] = running.wait()
+                running.wait(began + self._limit)
             except EngineError as error:
                 running.close()
-                self.failed[running.spec.label] = str(error)
-        watch.cancel()
+                self.failed[label] = str(error)
+                del self.engines[label]
+            except BaseException:
+                self.close()
+                raise
         self.start_s = round(time.monotonic() - began, 1)
         if not self.engines:
             raise EngineError("\n".join(self.failed.values()))
@@ -127,6 +133,23 @@ class Fleet:
 
     def __getitem__(self, label: str) -> Running:
         return self.engines[label]
+
+    def drop(self, label: str, why: object) -> None:
+        """Go on without an engine that failed."""
+        self.engines.pop(label).close()
+        self.failed[label] = str(why)
+
+    def ask_all(self, do: str, **arguments: Any) -> dict[str, Any]:
+        """Ask every engine at the same time, where time is not what is measured; one that fails is dropped."""
+        with concurrent.futures.ThreadPoolExecutor(len(self.engines)) as pool:
+            asked = {label: pool.submit(running.ask, do, **arguments) for label, running in self.engines.items()}
+        answers = {}
+        for label, answer in asked.items():
+            try:
+                answers[label] = answer.result()
+            except EngineError as error:
+                self.drop(label, error)
+        return answers
 
     def close(self) -> None:
         """End every engine."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,12 +31,16 @@ SPREAD = (
 
 @dataclass(frozen=True)
 class Case:
-    """`requests` prompts at once of `input` tokens, of which half is shared, and `output` tokens for each."""
+    """`requests` prompts at once of `input` tokens, of which half is shared, and `output` tokens for each.
+
+    `only` is on, off or empty: the caching setting of the engines that run it.
+    """
 
     requests: int
     input: int
     output: int
     trials: int = 5
+    only: str = ""
 
     @property
     def name(self) -> str:
@@ -44,14 +49,12 @@ class Case:
 
     @classmethod
     def parse(cls, text: str) -> Case:
-        """From `64x2048+256` or `64x2048+256:7`, where 7 is the number of trials. Raises ValueError."""
-        head, _, trials = text.partition(":")
-        requests, _, lengths = head.partition("x")
-        input_, _, output = lengths.partition("+")
-        try:
-            return cls(int(requests), int(input_), int(output), int(trials) if trials else cls.trials)
-        except ValueError as error:
-            raise ValueError(f"case={text!r}: allowed: REQUESTSxINPUT+OUTPUT[:TRIALS], such as 64x2048+256") from error
+        """From `64x2048+256` or `64x2048+256:7@on`, where 7 is the number of trials. Raises ValueError."""
+        found = re.fullmatch(r"(\d+)x(\d+)\+(\d+)(?::(\d+))?(?:@(on|off))?", text)
+        if found is None:
+            raise ValueError(f"case={text!r}: allowed: REQUESTSxINPUT+OUTPUT[:TRIALS][@on|@off], such as 64x2048+256")
+        requests, input_, output, trials, only = found.groups()
+        return cls(int(requests), int(input_), int(output), int(trials or cls.trials), only or "")
 
 
 CASES = ("64x2048+256", "16x16384+256", "16x2048+2048", "8x16384+2048")
@@ -93,7 +96,7 @@ def run(
     start_s: float,
     save: Callable[[dict[str, Any]], None],
     say: Callable[[str], None] = print,
-    profile: bool = False,
+    profile: Sequence[str] = (),
     engine: list[str] = ENGINE,
 ) -> dict[str, Any]:
     """Warm every engine up with one batch of a case, then alternate its trials; stop at the budget, keep what is there.
@@ -115,30 +118,35 @@ def run(
             _case(case, fleet, result, left, say)
             result["serving"] = _rows(result["trials"], model)
             save(result)
-        for label in fleet.engines if profile else ():
-            for host, shape in ((False, (64, 2048, 1)), (False, (64, 64, 64)), (True, (64, 2048, 64))):
-                if left() < 5:
-                    break
-                requests, input_, output = shape
-                where = {"engine": label, "case": f"{requests}x{input_}+{output}"}
-                asked = {"requests": requests, "input": input_, "output": output, "seed": 9000 + host, "host": host}
-                try:
-                    result["profiles"].append({**where, **fleet[label].ask("profile", **asked)})
-                except EngineError as error:
-                    result["notes"].append(f"{where}: {error}")
+            # Once the first case is in, before the longer ones use the budget up.
+            for label in [label for label in profile if label in fleet.engines] if case is cases[0] else ():
+                _profile(label, fleet, result, left)
                 save(result)
     result["seconds"] = round(time.monotonic() - began, 1)
     save(result)
     return result
 
 
+def _profile(label: str, fleet: Fleet, result: dict[str, Any], left: Callable[[], float]) -> None:
+    """A prefill and some decode steps by GPU kernel, then both by Python function."""
+    for host, (requests, input_, output) in ((False, (32, 2048, 1)), (False, (64, 64, 32)), (True, (64, 2048, 64))):
+        if left() < 10:
+            return
+        where = {"engine": label, "case": f"{requests}x{input_}+{output}"}
+        asked = {"requests": requests, "input": input_, "output": output, "seed": 9000 + host, "host": host}
+        try:
+            result["profiles"].append({**where, **fleet[label].ask("profile", **asked)})
+        except EngineError as error:
+            result["notes"].append(f"{where}: {error}")
+
+
 def _case(
     case: Case, fleet: Fleet, result: dict[str, Any], left: Callable[[], float], say: Callable[[str], None]
 ) -> None:
-    order = list(fleet.engines)
     longest = 0.0
     for trial in range(-1, case.trials):
         # A machine that drifts favours nobody: every other round runs the other way.
+        order = [label for label in fleet.engines if label.endswith(case.only)]
         for label in order if trial % 2 else order[::-1]:
             if left() < 1.5 * longest + 1:
                 result["notes"].append(f"{case.name}: the budget ended before trial {trial} of {label}")
@@ -150,7 +158,8 @@ def _case(
                 )
             except EngineError as error:
                 result["notes"].append(f"{case.name} {label}: {error}")
-                raise
+                fleet.drop(label, error)
+                continue
             longest = max(longest, time.monotonic() - started)
             row = {"case": case.name, "engine": label, "trial": trial, **figures}
             result["trials"].append(row)

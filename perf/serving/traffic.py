@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import itertools
 import random
@@ -38,12 +39,49 @@ def shared_prompts(requests: int, length: int, seed: int) -> list[list[int]]:
     return [beginnings[i % GROUPS] + draw(length - half, (seed << 20) + i) for i in range(requests)]
 
 
+class StepClock:
+    """When the engine's loop made tokens: lmdeploy hands them to consumers of the same process in bursts of many steps.
+
+    `steps`: times of the forwards that made tokens; `first`, `last`: those of each session (seconds, performance counter).
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[float] = []
+        self.first: dict[int, float] = {}
+        self.last: dict[int, float] = {}
+
+    def install(self) -> None:
+        """Note the time after each forward's outputs are made."""
+        from lmdeploy.pytorch.engine.engine_loop import EngineLoop
+
+        make = EngineLoop._make_infer_outputs
+
+        @functools.wraps(make)
+        def timed(loop: Any, *args: Any, **kwargs: Any) -> Any:
+            outputs = make(loop, *args, **kwargs)
+            now = time.perf_counter()
+            if outputs:
+                self.steps.append(now)
+            for session in outputs:
+                self.first.setdefault(session, now)
+                self.last[session] = now
+            return outputs
+
+        EngineLoop._make_infer_outputs = timed
+
+    def clear(self) -> None:
+        """Forget what was noted."""
+        self.steps.clear()
+        self.first.clear()
+        self.last.clear()
+
+
 @dataclass
 class Answer:
-    """What came back for one request, and when (seconds of the process clock)."""
+    """What came back for one request; `sent` in seconds of the performance counter."""
 
+    session: int
     sent: float = 0.0
-    times: list[float] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     top: list[list[tuple[int, float]]] = field(default_factory=list)
     cached: int = 0
@@ -55,11 +93,9 @@ async def ask(engine: Any, session: int, ids: Sequence[int], new: int, top: int 
     from lmdeploy import GenerationConfig
 
     config = GenerationConfig(max_new_tokens=new, do_sample=False, top_k=1, ignore_eos=True, logprobs=top)
-    answer = Answer(sent=time.perf_counter())
+    answer = Answer(session, sent=time.perf_counter())
     async for out in engine.create_instance().async_stream_infer(session, list(ids), gen_config=config):
-        if out.token_ids:
-            answer.times.append(time.perf_counter())
-            answer.ids += out.token_ids
+        answer.ids += out.token_ids
         if out.logprobs:
             answer.top += [
                 sorted(((int(t), round(float(v), 4)) for t, v in step.items()), key=lambda pair: -pair[1])
@@ -96,14 +132,13 @@ def quantile(values: Sequence[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(len(values) * share))] if values else 0.0
 
 
-def figures(answers: Sequence[Answer], pauses: Pauses) -> dict[str, Any]:
+def figures(answers: Sequence[Answer], clock: StepClock, pauses: Pauses) -> dict[str, Any]:
     """One trial in numbers. Decode steps are timed from the last first token of the batch on."""
-    began, ended = min(a.sent for a in answers), max(a.times[-1] for a in answers)
-    first = [a.times[0] - a.sent for a in answers]
-    per_token = [(a.times[-1] - a.times[0]) / (len(a.ids) - 1) for a in answers if len(a.ids) > 1]
-    settled = max(a.times[0] for a in answers)
-    clock = max(answers, key=lambda a: a.times[-1]).times
-    steps = [1e3 * (b - a) for a, b in itertools.pairwise(clock) if a >= settled]
+    began, ended = min(a.sent for a in answers), max(clock.last[a.session] for a in answers)
+    first = [clock.first[a.session] - a.sent for a in answers]
+    per_token = [(clock.last[a.session] - clock.first[a.session]) / (len(a.ids) - 1) for a in answers if len(a.ids) > 1]
+    settled = max(clock.first[a.session] for a in answers)
+    steps = [1e3 * (b - a) for a, b in itertools.pairwise(clock.steps) if a >= settled]
     tokens = sum(len(a.ids) for a in answers)
     return {
         "seconds": round(ended - began, 4),
@@ -121,11 +156,14 @@ def figures(answers: Sequence[Answer], pauses: Pauses) -> dict[str, Any]:
     }
 
 
-async def batch(engine: Any, session: int, prompts: Sequence[Sequence[int]], new: int) -> dict[str, Any]:
+async def batch(
+    engine: Any, clock: StepClock, session: int, prompts: Sequence[Sequence[int]], new: int
+) -> dict[str, Any]:
     """All prompts at once."""
+    clock.clear()
     with Pauses() as pauses:
         answers = await asyncio.gather(*(ask(engine, session + i, ids, new) for i, ids in enumerate(prompts)))
-    return figures(answers, pauses)
+    return figures(answers, clock, pauses)
 
 
 async def rounds(engine: Any, session: int, new: int) -> list[dict[str, Any]]:

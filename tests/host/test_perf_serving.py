@@ -43,7 +43,7 @@ def test_logits_count_up_to_the_step_where_answers_part() -> None:
 
 
 def test_a_case_reads_as_it_is_written() -> None:
-    assert load.Case.parse("64x2048+256:7") == load.Case(64, 2048, 256, 7)
+    assert load.Case.parse("64x2048+256:7@on") == load.Case(64, 2048, 256, 7, "on")
     assert load.Case.parse("64x2048+256").name == "64x2048+256"
     with pytest.raises(ValueError, match="allowed: REQUESTSxINPUT"):
         load.Case.parse("64x2048")

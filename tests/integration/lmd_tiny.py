@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Write a small random Qwen3.5 checkpoint, with tokenizer, whose answers depend on the whole prompt.
 
-    python lmd_tiny.py OUT_DIR [--shape tiny|0.8b|35b] [--seed N] [--device cuda]
+    python lmd_tiny.py OUT_DIR [--shape tiny|small|0.8b|35b] [--seed N] [--device cuda]
 
 Drawn as transformers draws it, such a model answers one token for ever: the residual stream carries the embedding of the
 last token to a head that is that same embedding. Here the head is a matrix of its own, every projection keeps the scale
@@ -41,6 +41,8 @@ _TINY: dict[str, Any] = {
 }
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": _TINY,
+    # As small, with the linear layers of the 0.8B model: kernels that are built for head counts are the same.
+    "small": {**_TINY, "linear_num_key_heads": 16, "linear_num_value_heads": 16},
     # The layer widths of Qwen3.5-0.8B with a small vocabulary: random weights have no use for a large one.
     "0.8b": {
         "vocab_size": 8192,
