@@ -9,9 +9,9 @@ from typing import Any
 
 from .fleet import ENGINE, Fleet, Spec
 
-# One bf16 evaluation of these models (four layers, deviation of a logit 4) was measured against fp32: largest error 0.22,
-# rms 0.045. Two evaluations may differ by twice that.
-LOGIT_TOLERANCE = 0.45
+# One bf16 evaluation of the four-layer shapes (deviation of a logit 4) by transformers was measured against fp32 over 2200
+# positions: rms error 0.044, largest 0.25. Two evaluations may differ by twice that.
+LOGIT_TOLERANCE = 0.5
 RMS_TOLERANCE = 0.09
 SIZES = {"num_gpu_blocks": 1024, "max_batch_size": 32, "max_prefill_token_num": 2048, "prefix_cache_state_budget": 24}
 
