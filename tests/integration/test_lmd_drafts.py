@@ -37,6 +37,28 @@ def test_greedy_answers_with_drafts_are_those_without(drafts: int, chance: float
     assert not flow.manager.logs.owners
 
 
+@pytest.mark.parametrize("drafts", [2, 3])
+@pytest.mark.parametrize("count", [1, 4])
+def test_A11_prompts_as_long_as_a_verify_step(drafts: int, count: int) -> None:
+    flow = draft_flow(drafts, caching=False)
+    lengths = [1 + drafts] * count
+    seqs = [flow.add(prompt(length, seed), 11) for seed, length in enumerate(lengths)]
+    flow.run()
+    assert flow.device.forwards[0]["lengths"] == lengths
+    assert [list(seq.generated_ids) for seq in seqs] == [answer(prompt(n, s), 11) for s, n in enumerate(lengths)]
+
+
+def test_H10_drafts_with_prefix_caching_hit_and_answer_as_without() -> None:
+    flow = draft_flow(3, budget=12)
+    for seed in (5, 6, 7):
+        tokens = prompt(400) + prompt(30, seed)
+        seq = flow.serve(tokens, 15)
+        assert seq.cached_tokens == (0 if seed == 5 else 256)
+        assert list(seq.generated_ids) == answer(tokens, 15)
+        flow.end(seq)
+        flow.run()
+
+
 def test_the_first_verify_reads_the_checkpoint_and_counts_travel_on_the_device() -> None:
     flow = draft_flow(3)
     flow.serve(prompt(450), 30)

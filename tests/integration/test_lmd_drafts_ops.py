@@ -143,6 +143,56 @@ def _any_pattern(drafts: int, draw: random.Random) -> None:
         close(layer.conv_state[slot], window)
 
 
+@pytest.mark.parametrize(("drafts", "length"), [(2, 2), (2, 3), (2, 4), (3, 3), (3, 4), (3, 5)])
+@pytest.mark.parametrize("count", [1, 3])
+def test_A11_a_prompt_as_long_as_a_verify_step_is_a_prefill(drafts: int, length: int, count: int) -> None:
+    layer = DraftLayer(drafts)
+    x = tokens(count * length, 8)
+    rows = list(range(count))
+    out = layer.run(x, [length] * count, [0] * count, ids.id_rows([-1] * count, rows, rows), False)
+    for row in rows:
+        single = plain(layer)
+        piece = x[row * length : (row + 1) * length]
+        close(out[row * length : (row + 1) * length], single.run(piece, [length], [0], ids.id_rows([-1], [0]), False))
+        close(layer.state[row], single.state[0])
+        close(layer.conv_state[row], single.conv_state[0])
+    assert layer.engine.draft_logs[layer.state.data_ptr()].u.isnan().all()
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_G1_nan_left_in_slots_and_logs_is_never_seen_with_drafts(first: int) -> None:
+    layer, request = DraftLayer(3), Request(0, first)
+    layer.run(request.tokens[:first], [first], [0], ids.id_rows([-1], [4], [2]), False)
+    offsets, outputs = ids.advance(ids.id_rows([-1], [4], [2])), []
+    for step in range(13):
+        start = first + 4 * step
+        outputs.append(layer.run(request.tokens[start : start + 4], [4], [start], offsets, True))
+        offsets = ids.advance(offsets, torch.tensor([4]))
+    wanted, _, _ = decoded(layer, request, 52)
+    assert torch.isfinite(torch.cat(outputs)).all()
+    close(torch.cat(outputs), wanted)
+
+
+def test_F2_a_row_with_fewer_tokens_than_the_others_equals_its_single_run() -> None:
+    """One draft: rows of 2, 2 and 1 tokens, the last one at the end of its length; all with a step of 2 accepted before."""
+    layer, requests = DraftLayer(1), [Request(n, 5 + n) for n in range(3)]
+    prompts, rows = [r.prompt for r in requests], [0, 1, 2]
+    layer.run(
+        torch.cat([r.tokens[: r.prompt] for r in requests]), prompts, [0] * 3, ids.id_rows([-1] * 3, rows, rows), False
+    )
+    offsets = ids.advance(ids.id_rows([-1] * 3, rows, rows))
+    outputs: list[list[torch.Tensor]] = [[], [], []]
+    for step, lengths in enumerate(([2, 2, 2], [2, 2, 1])):
+        starts = [p + 2 * step for p in prompts]
+        pieces = [r.tokens[at : at + n] for r, at, n in zip(requests, starts, lengths)]
+        out = layer.run(torch.cat(pieces), lengths, starts, offsets, True)
+        for kept, part in zip(outputs, out.split(lengths)):
+            kept.append(part)
+        offsets = ids.advance(offsets, torch.tensor(lengths))
+    for request, kept, count in zip(requests, outputs, (4, 4, 3)):
+        close(torch.cat(kept), decoded(layer, request, count)[0])
+
+
 def test_a_padded_row_is_zeros_and_changes_no_slot_and_no_log() -> None:
     layer = DraftLayer(3)
     layer.run(tokens(9), [9], [0], ids.id_rows([-1], [2], [1]), False)
