@@ -191,8 +191,9 @@ class CompactConv1dImpl(_Piecewise):
         out: torch.Tensor
         if meta.drafts is not None:
             log, accepted = meta.drafts.log(conv_state), meta.drafts.num_accepted
+            # The launch before it is a projection, which writes neither ids nor windows nor logs.
             out = cute_kernels.causal_conv1d_verify(
-                rows, taps, conv_state, *at, meta.cu_seqlens, log, accepted, **common
+                rows, taps, conv_state, *at, meta.cu_seqlens, log, accepted, settled=True, **common
             )
         elif meta.is_decoding:
             out = cute_kernels.causal_conv1d_decode(rows, taps, conv_state, *at, **common)
@@ -245,7 +246,8 @@ class CompactRuleImpl(_Piecewise):
         out: torch.Tensor
         if meta.drafts is not None:
             log, accepted = meta.drafts.log(recurrent_state), meta.drafts.num_accepted
-            out = cute_kernels.gdn_verify(*rows, meta.cu_seqlens, log, accepted, **common)
+            # The launch before it is the conv, whose part of slots and logs the rule does not read.
+            out = cute_kernels.gdn_verify(*rows, meta.cu_seqlens, log, accepted, settled=True, **common)
         elif meta.is_decoding:
             out = cute_kernels.gdn_decode(*rows, **common)
         else:
