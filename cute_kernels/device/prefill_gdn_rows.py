@@ -3,9 +3,9 @@
 A chunk's vectors are fp32 at fixed byte offsets of a stage (r = 1 / |x|, G the inclusive sum of the log decay in base 2, C the
 chunk's last token):
 
-    gates       LOG_DECAY G_j       BETA            GROWN 2^G_j     REST 2^(G_C - G_j)      DECAY 2^G_C
-    key rows    X_FACTOR r_j 2^G_j  L_ROW beta_j r_j                COLUMN r_j
-    query rows  O_FACTOR s rq_i 2^G_i               P_ROW s rq_i
+    gates       LOG_DECAY G_j   GROWN 2^G_j   BETA   REST 2^(G_C - G_j)   NEAR 2^(G_E - G_j)   DECAY 2^G_C
+    key rows    X_FACTOR r_j 2^G_j   COLUMN r_j; REST and NEAR times r_j        (E: the last token of j's block of 16)
+    query rows  O_FACTOR s rq_i 2^G_i   P_ROW s rq_i
 
 Rows from `count` on may hold a neighbour's tokens, even NaN: their operand rows are zeroed and their factors are 0.
 """
@@ -13,17 +13,17 @@ Rows from `count` on may hold a neighbour's tokens, even NaN: their operand rows
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
+from cutlass.cute.nvgpu import cpasync
 
 from .arith import log_decay_softplus, sigmoid
-from .prefill_layout import CHUNK, INPUT_STAGES, OPERAND_BYTES, TILE_BYTES, WORK_STAGES, Field, Flag, tile_address
-from .prefill_rows import owns_norms
+from .prefill_layout import CHUNK, HEAD, INPUT_STAGES, OPERAND_BYTES, TILE_BYTES, WORK_STAGES, Field, Flag, tile_address
 from .prefill_sync import advance, read_record
 from .state_io import row_ptr
-from .warp_ops import ldmatrix4, load_shared, mma_16816, pack_f16, pick, store_shared, sum_scan, unpack_bf16
+from .warp_ops import load_shared, pack_f16, pick, store_shared, sum_scan, unpack_bf16
 
 LOG2_E = 1.4426950408889634
 NORM_EPS = 1e-6
-LOG_DECAY, BETA, GROWN, REST, X_FACTOR, L_ROW, COLUMN, O_FACTOR, P_ROW, DECAY = range(0, 2560, 256)
+LOG_DECAY, GROWN, BETA, REST, NEAR, X_FACTOR, COLUMN, O_FACTOR, P_ROW, DECAY = range(0, 2560, 256)
 VECTOR_BYTES = DECAY + 128
 
 
@@ -55,6 +55,8 @@ def write_gates(raw, logit, bias: Float32, a_log: Float32, count: Int32, vector:
         store_shared(at + BETA, sigmoid(logit[half]) if lane + 32 * half < count else Float32(0.0))
         store_shared(at + GROWN, cute.math.exp2(g[half], fastmath=True))
         store_shared(at + REST, cute.math.exp2(end - g[half], fastmath=True))
+        near = cute.arch.shuffle_sync(g[half], lane | 15)
+        store_shared(at + NEAR, cute.math.exp2(near - g[half], fastmath=True))
     if lane == 0:
         store_shared(vector + DECAY, cute.math.exp2(end, fastmath=True))
 
@@ -71,42 +73,36 @@ def zero_rows(base: Int32, first: Int32, rows: cutlass.Constexpr, count: Int32, 
     cute.arch.sync_warp()
 
 
-def squared_norms(base, row, blocks, lane):
-    """Sums of squares of 16 x `blocks` bf16 operand rows from `row` on, by one warp: a (low, high) pair for each 16 rows.
-
-    The diagonal of X X^T: products of bf16 are exact in fp32 and one matrix instruction replaces 128 multiply-adds of a lane.
-    Lanes with `owns_norms(lane)` hold rows `lane // 4` and `lane // 4 + 8` of each block. A row that is not finite spoils its
-    own sum alone.
-    """
-    sums = [[Float32(0.0)] * 8 for _ in range(blocks)]
-
-    def fragment(k, block):
-        return ldmatrix4(
-            tile_address(base + (k // 4) * TILE_BYTES, row + 16 * block + (lane & 15), 2 * (k % 4) + (lane >> 4))
-        )
-
-    pending = [fragment(0, block) for block in range(blocks)]
-    for k in range(8):
-        current = pending
-        if k < 7:
-            pending = [fragment(k + 1, block) for block in range(blocks)]
-        for block, a in enumerate(current):
-            total = sums[block]
-            sums[block] = [
-                *mma_16816(a, (a[0], a[2]), total[:4], "bf16"),
-                *mma_16816(a, (a[1], a[3]), total[4:], "bf16"),
-            ]
-    odd = ((lane >> 2) & 1) != 0
-    return [(pick(odd, s[1], s[0]), pick(odd, s[7], s[6])) for s in sums]
-
-
 @cute.jit
-def write_norms(squares, at: Int32, lane: Int32):
-    """Squared norms of consecutive blocks to an fp32 vector, for every lane of the warp to read."""
-    if owns_norms(lane):
-        for block in cutlass.range_constexpr(len(squares)):
-            store_shared(at + block * 64 + (lane >> 2) * 4, squares[block][0])
-            store_shared(at + block * 64 + (lane >> 2) * 4 + 32, squares[block][1])
+def write_squares(tile: Int32, at: Int32, first: Int32, rows: cutlass.Constexpr, lane: Int32):
+    """Sums of squares of operand rows `first .. first + rows - 1` to the fp32 vector `at`, by one warp, visible to all its lanes.
+
+    Eight lanes share a row and sum it in one fixed order. A row that is not finite spoils its own sum alone.
+    """
+    inner = lane >> 3
+    start = tile + (first + inner) * 128 + (((lane & 7) ^ inner) << 4)
+    odd = (lane & 1) != 0
+    for batch in cutlass.range(rows // 8, unroll=1):
+        piece = start + batch * 1024
+        # Rows 8 batch + inner and + 4: the second one's pieces are swizzled by 4 more.
+        offsets = [piece, piece + TILE_BYTES, (piece ^ 64) + 512, (piece ^ 64) + 512 + TILE_BYTES]
+        loaded = [load_shared(offset, 4, Uint32) for offset in offsets]
+        sums = []
+        for row in cutlass.range_constexpr(2):
+            parts = []
+            for half in cutlass.range_constexpr(2):
+                even_part, odd_part = Float32(0.0), Float32(0.0)
+                for w in cutlass.range_constexpr(4):
+                    low, high = unpack_bf16(loaded[2 * row + half][w])
+                    even_part = even_part + low * low
+                    odd_part = odd_part + high * high
+                parts.append(even_part + odd_part)
+            sums.append(parts[0] + parts[1])
+        total = pick(odd, sums[1], sums[0]) + cute.arch.shuffle_sync_bfly(pick(odd, sums[0], sums[1]), 1)
+        total = total + cute.arch.shuffle_sync_bfly(total, 2)
+        total = total + cute.arch.shuffle_sync_bfly(total, 4)
+        if (lane & 6) == 0:
+            store_shared(at + (first + 8 * batch + inner + 4 * (lane & 1)) * 4, total)
     cute.arch.sync_warp()
 
 
@@ -118,25 +114,14 @@ def inverse_norm(squares: Float32, valid, l2norm: Int32) -> Float32:
 
 
 @cute.jit
-def write_key_vectors(squares, vector: Int32, part: Int32, count: Int32, l2norm: Int32, lane: Int32):
-    """Vectors of key rows 32 part + lane; returns the lane's factor of K'."""
-    write_norms(squares, vector + COLUMN + part * 128, lane)
-    own = 32 * part + lane
+def write_query_vectors(
+    tile: Int32, vector: Int32, first: Int32, rows: cutlass.Constexpr, count: Int32, l2norm: Int32, scale: Float32, lane: Int32
+):
+    """Norms and vectors of query rows `first .. first + rows - 1` (at most 32), by one warp."""
+    write_squares(tile, vector + P_ROW, first, rows, lane)
+    own = first + lane
     at = vector + own * 4
-    factor = inverse_norm(load_shared(at + COLUMN, 1), own < count, l2norm)
-    store_shared(at + X_FACTOR, factor * load_shared(at + GROWN, 1))
-    store_shared(at + L_ROW, factor * load_shared(at + BETA, 1))
-    store_shared(at + COLUMN, factor)
-    return factor * load_shared(at + REST, 1)
-
-
-@cute.jit
-def write_query_vectors(squares, vector: Int32, count: Int32, l2norm: Int32, scale: Float32, lane: Int32):
-    """Vectors of all 64 query rows, by one warp."""
-    write_norms(squares, vector + P_ROW, lane)
-    for half in cutlass.range_constexpr(2):
-        own = 32 * half + lane
-        at = vector + own * 4
+    if lane < rows:
         factor = inverse_norm(load_shared(at + P_ROW, 1), own < count, l2norm) * scale
         store_shared(at + O_FACTOR, factor * load_shared(at + GROWN, 1))
         store_shared(at + P_ROW, factor)
@@ -184,61 +169,71 @@ def copy_output_rows(tile: Int32, mOut: cute.Tensor, token: Int32, count: Int32,
 
 
 @cute.jit
-def run_keys(shared, part, lane, l2norm):
-    """Norms, vectors and K' of key rows 32 part .. 32 part + 31 of every chunk."""
+def run_keys(shared, part, lane, l2norm, scale, transition: cutlass.Constexpr):
+    """Vectors of query rows 32 + 16 part .. + 15 and K' of key rows 32 part .. + 31 of every chunk."""
     stage, parity, work, work_parity = Int32(0), Int32(0), Int32(0), Int32(0)
-    shared.k.wait_full(stage, parity)
+    shared.inputs.wait_full(stage, parity)
     record = read_record(shared.records, stage)
     while (record[Field.FLAGS] & Flag.STOP) == 0:
-        count = record[Field.COUNT]
-        tile = shared.k_base + stage * OPERAND_BYTES
         vector = shared.vector_base + stage * VECTOR_BYTES
-        if count < CHUNK:
-            zero_rows(tile, 32 * part, 32, count, lane)
-        squares = squared_norms(tile, 32 * part, 2, lane)
-        shared.gates.wait_full(stage, parity)
-        factor = write_key_vectors(squares, vector, part, count, l2norm, lane)
-        shared.vectors.publish(stage)
-        shared.update.wait_empty(work, work_parity)
-        rewrite_update_operand(tile, shared.u_base + work * OPERAND_BYTES, part, lane, factor)
-        shared.k.release(stage)
+        if cutlass.const_expr(not transition):
+            tile = shared.q_base + stage * OPERAND_BYTES
+            write_query_vectors(tile, vector, 32 + 16 * part, 16, record[Field.COUNT], l2norm, scale, lane)
+            shared.queries.publish(stage)
+        shared.keys.wait_full(stage, parity)
+        factor = load_shared(vector + REST + (32 * part + lane) * 4, 1)
+        shared.pairs.wait_empty(work, work_parity)
+        rewrite_update_operand(
+            shared.k_base + stage * OPERAND_BYTES, shared.u_base + work * OPERAND_BYTES, part, lane, factor
+        )
+        shared.inputs.release(stage)
         shared.update.publish_to_async(work)
         stage, parity = advance(stage, parity, INPUT_STAGES)
         work, work_parity = advance(work, work_parity, WORK_STAGES)
-        shared.k.wait_full(stage, parity)
+        shared.inputs.wait_full(stage, parity)
         record = read_record(shared.records, stage)
 
 
 @cute.jit
-def run_queries(shared, lane, mOut, l2norm, scale):
-    """Norms and vectors of a chunk's query rows; then the output of the chunk two before it, which the state has left."""
+def run_queries(shared, lane, tma_out, gOut, sV, mOut, l2norm, scale):
+    """Vectors of a chunk's query rows 0..31; then the output of the chunk two before it, which the state has left."""
     stage, parity, done, done_parity = Int32(0), Int32(0), Int32(0), Int32(0)
     token, count, head = [Int32(0), Int32(0)], [Int32(-1), Int32(-1)], [Int32(0), Int32(0)]
-    shared.k.wait_full(stage, parity)
+    shared.inputs.wait_full(stage, parity)
     record = read_record(shared.records, stage)
-    shared.k.release(stage)
     while ((record[Field.FLAGS] & Flag.STOP) == 0) | (count[0] >= 0) | (count[1] >= 0):
         following = Int32(-1)
         if (record[Field.FLAGS] & Flag.STOP) == 0:
             following = record[Field.COUNT]
-            shared.q.wait_full(stage, parity)
-            tile = shared.q_base + stage * OPERAND_BYTES
-            if following < CHUNK:
-                zero_rows(tile, 0, 64, following, lane)
-            squares = squared_norms(tile, 0, 4, lane)
-            shared.gates.wait_full(stage, parity)
-            write_query_vectors(squares, shared.vector_base + stage * VECTOR_BYTES, following, l2norm, scale, lane)
-            shared.q.release(stage)
-            shared.vectors.publish(stage)
+            vector = shared.vector_base + stage * VECTOR_BYTES
+            write_query_vectors(shared.q_base + stage * OPERAND_BYTES, vector, 0, 32, following, l2norm, scale, lane)
+            shared.queries.publish(stage)
+        following_token, following_head = record[Field.TOKEN], record[Field.HEAD]
+        if following >= 0:
+            shared.inputs.release(stage)
         if count[0] >= 0:
             shared.output.wait_full(done, done_parity)
-            copy_output_rows(shared.v_base + done * OPERAND_BYTES, mOut, token[0], count[0], head[0], lane)
             cute.arch.fence_view_async_shared()
+            if count[0] == CHUNK:
+                store_output_rows(tma_out, gOut, sV, token[0], head[0], done)
+            else:
+                copy_output_rows(shared.v_base + done * OPERAND_BYTES, mOut, token[0], count[0], head[0], lane)
+                cute.arch.fence_view_async_shared()
             shared.v.release(done)
             done, done_parity = advance(done, done_parity, INPUT_STAGES)
-        token, count, head = [token[1], record[Field.TOKEN]], [count[1], following], [head[1], record[Field.HEAD]]
+        token, count, head = [token[1], following_token], [count[1], following], [head[1], following_head]
         if following >= 0:
             stage, parity = advance(stage, parity, INPUT_STAGES)
-            shared.k.wait_full(stage, parity)
+            shared.inputs.wait_full(stage, parity)
             record = read_record(shared.records, stage)
-            shared.k.release(stage)
+
+
+@cute.jit
+def store_output_rows(tma_out: cute.CopyAtom, gOut: cute.Tensor, sV: cute.Tensor, token: Int32, head: Int32, stage: Int32):
+    """All 64 rows of a stage to `out`, by one bulk store; returns when the stage has been read."""
+    tile = cute.local_tile(cute.domain_offset((token, head * HEAD), gOut), (CHUNK, HEAD), (0, 0))
+    one = cute.make_layout(1)
+    source, target = cpasync.tma_partition(tma_out, 0, one, cute.group_modes(sV, 0, 2), cute.group_modes(tile, 0, 2))
+    cute.copy(tma_out, source[None, stage], target)
+    cute.arch.cp_async_bulk_commit_group()
+    cute.arch.cp_async_bulk_wait_group(0, read=True)

@@ -31,7 +31,8 @@ class Barrier(enum.IntEnum):
     """Named barriers; 0 is `sync_threads`."""
 
     PAIRS_DIAGONAL = 1
-    PAIRS_DONE = 2
+    PAIRS_ZEROED = 2
+    PAIRS_NORMS = 3
 
 
 class Flag(enum.IntFlag):

@@ -1,25 +1,36 @@
-"""The pairs role of GDN prefill: L and P from K K^T and Q K^T, and the inverse, by one warpgroup.
+"""The pairs role of GDN prefill: L and P from K K^T and Q K^T, key norms, and the inverse, by one warpgroup.
 
     L_ij = beta_i r_i r_j 2^(G_i - G_j) k_i.k_j  (j < i)        P_ij = s rq_i r_j 2^(G_i - G_j) q_i.k_j  (j <= i)
 
-A thread holds rows 16 warp + lane // 4 (+ 8) and columns 8 n + 2 (lane % 4), + 1 of both products. In 16 x 16 blocks below the
-diagonal the decay is a row factor times a column factor, taken at the last token before the rows' block: both exponents are
-<= 0. In the block on the diagonal every pair has its own exponential; what it gives above the diagonal, even infinity, is
-not used.
+Key norms are the diagonal of K K^T. A thread holds rows 16 warp + lane // 4 (+ 8) and columns 8 n + 2 (lane % 4), + 1 of both
+products. In 16 x 16 blocks below the diagonal the decay is a row factor times a column factor, taken at the last token of the
+columns' block: both exponents are <= 0. In the block on the diagonal every pair has its own exponential. All warps run the
+same code; what it gives right of the diagonal, even infinity, is not used.
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
-from .prefill_gdn_rows import BETA, COLUMN, L_ROW, LOG_DECAY, P_ROW, VECTOR_BYTES
+from .prefill_gdn_rows import (
+    BETA,
+    COLUMN,
+    GROWN,
+    LOG_DECAY,
+    NEAR,
+    P_ROW,
+    VECTOR_BYTES,
+    inverse_norm,
+    zero_rows,
+)
 from .prefill_inverse import merge_blocks, solve_diagonal
 from .prefill_layout import (
     CHUNK,
     HEAD,
     INPUT_STAGES,
     LOWER_PITCH,
+    OPERAND_BYTES,
     TILE_BYTES,
     WORK_STAGES,
     Barrier,
@@ -28,82 +39,114 @@ from .prefill_layout import (
     tile_address,
 )
 from .prefill_sync import advance, read_record
-from .warp_ops import load_shared, pack_f16, stmatrix4, store_shared
+from .warp_ops import load_shared, pack_f16, pick, stmatrix4, store_shared
+
+
+def diagonal_block(acc, warp):
+    """The thread's entries of the warp's 16 x 16 block on the diagonal, as [half of the columns][half of the rows][column]."""
+    high, odd = (warp & 2) != 0, (warp & 1) != 0
+
+    def entry(i):
+        return pick(high, pick(odd, acc[24 + i], acc[16 + i]), pick(odd, acc[8 + i], acc[i]))
+
+    return [[[entry(4 * half + 2 * r + e) for e in range(2)] for r in range(2)] for half in range(2)]
+
+
+def key_norms(block, warp, lane, count, l2norm):
+    """Factors r of the thread's two key rows; lanes of a quad hold the same rows, one of them the diagonal's entry."""
+    odd = ((lane >> 2) & 1) != 0
+    owner = (lane & 28) + (lane >> 3)
+    factors = []
+    for r in range(2):
+        squares = cute.arch.shuffle_sync(pick(odd, block[r][r][1], block[r][r][0]), owner)
+        factors.append(inverse_norm(squares, 16 * warp + (lane >> 2) + 8 * r < count, l2norm))
+    return factors
+
+
+def write_key_vectors(factors, vector, warp, lane):
+    """X_FACTOR, COLUMN, and REST and NEAR times r, of the warp's 16 rows: one vector a lane of each quad."""
+    which = lane & 3
+    for r in range(2):
+        source = vector + GROWN + which * 256 + (16 * warp + (lane >> 2) + 8 * r) * 4
+        target = source + pick(which < 2, Int32(COLUMN - BETA), Int32(0))
+        store_shared(target, factors[r] * pick(which == 1, Float32(1.0), load_shared(source, 1)))
+
+
+def pair_factors(vector, warp, lane):
+    """Decay and norm factors common to L and P: ([block][r] of rows, [block][half] of columns, [half][r][e] of the diagonal)."""
+    row = vector + LOG_DECAY + (16 * warp + (lane >> 2)) * 4
+    g_row = [load_shared(row + 32 * r, 1) for r in range(2)]
+    ends = [load_shared(vector + LOG_DECAY + 64 * block + 60, 1) for block in range(3)]
+    rows = [[cute.math.exp2(g - end, fastmath=True) for g in g_row] for end in ends]
+    own = vector + 64 * warp + 8 * (lane & 3)
+    diagonal = []
+    for half in range(2):
+        g = load_shared(own + LOG_DECAY + 32 * half, 2)
+        factor = load_shared(own + COLUMN + 32 * half, 2)
+        diagonal.append(
+            [[factor[e] * cute.math.exp2(g_row[r] - g[e], fastmath=True) for e in range(2)] for r in range(2)]
+        )
+    return rows, diagonal
+
+
+def far_words(acc, block, row_factors, vector, lane):
+    """fp16 words [half][r] of a 16 x 16 block below the diagonal."""
+    words = []
+    for half in range(2):
+        n = 2 * block + half
+        column = load_shared(vector + NEAR + 32 * n + 8 * (lane & 3), 2)
+        for r in range(2):
+            i = 4 * n + 2 * r
+            words.append(pack_f16(acc[i] * column[0] * row_factors[r], acc[i + 1] * column[1] * row_factors[r]))
+    return words
 
 
 @cute.jit
-def scale_pairs(kk, qk, vector: Int32, lower: Int32, diagonal: Int32, warp: Int32, lane: Int32):
-    """L to shared memory (fp16 blocks below the diagonal to `lower`, the fp32 diagonal block to `diagonal`); P as fp16 words.
-
-    Without `qk` P is not wanted and the words are zero.
-    """
-    weights = cute.make_rmem_tensor(cute.make_layout(16), Uint32)
-    weights.fill(0)
-    row = 16 * warp + (lane >> 2)
-    at = vector + row * 4
-    before = load_shared(vector + LOG_DECAY + cutlass.max(64 * warp - 4, Int32(0)), 1)
-    g_row = [load_shared(at + LOG_DECAY + 32 * r, 1) for r in range(2)]
-    l_row = [load_shared(at + L_ROW + 32 * r, 1) for r in range(2)]
-    grown = [cute.math.exp2(g - before, fastmath=True) for g in g_row]
-    l_far = [l_row[r] * grown[r] for r in range(2)]
-    if cutlass.const_expr(qk is not None):
-        p_row = [load_shared(at + P_ROW + 32 * r, 1) for r in range(2)]
-        p_far = [p_row[r] * grown[r] for r in range(2)]
-    for block in cutlass.range_constexpr(4):
-        if block < warp:
-            for half in cutlass.range_constexpr(2):
-                n = 2 * block + half
-                column = vector + 32 * n + 8 * (lane & 3)
-                g = load_shared(column + LOG_DECAY, 2)
-                factor = load_shared(column + COLUMN, 2)
-                near = [factor[e] * cute.math.exp2(before - g[e], fastmath=True) for e in range(2)]
-                for r in cutlass.range_constexpr(2):
-                    i = 4 * n + 2 * r
-                    entry = pack_f16(kk[i] * near[0] * l_far[r], kk[i + 1] * near[1] * l_far[r])
-                    store_shared(lower + (row + 8 * r) * LOWER_PITCH + 16 * n + 4 * (lane & 3), entry)
-                    if cutlass.const_expr(qk is not None):
-                        weights[4 * block + 2 * half + r] = pack_f16(
-                            qk[i] * near[0] * p_far[r], qk[i + 1] * near[1] * p_far[r]
-                        )
-        if block == warp:
-            for half in cutlass.range_constexpr(2):
-                n = 2 * block + half
-                column = vector + 32 * n + 8 * (lane & 3)
-                g = load_shared(column + LOG_DECAY, 2)
-                factor = load_shared(column + COLUMN, 2)
-                for r in cutlass.range_constexpr(2):
-                    entries = cute.make_rmem_tensor(cute.make_layout(4), Float32)
-                    inner = (lane >> 2) + 8 * r
-                    for e in cutlass.range_constexpr(2):
-                        i = 4 * n + 2 * r + e
-                        j = 8 * half + 2 * (lane & 3) + e
-                        pair = factor[e] * cute.math.exp2(g_row[r] - g[e], fastmath=True)
-                        entries[e] = kk[i] * (l_row[r] * pair)
-                        if cutlass.const_expr(qk is not None):
-                            weight = qk[i] * (p_row[r] * pair)
-                            entries[2 + e] = weight if j <= inner else Float32(0.0)
-                    store_shared(diagonal + inner * 64 + half * 32 + (lane & 3) * 8, entries[0], entries[1])
-                    if cutlass.const_expr(qk is not None):
-                        weights[4 * block + 2 * half + r] = pack_f16(entries[2], entries[3])
-    return weights
+def write_lower(kk, block, vector: Int32, rows, diagonal, factors, lower: Int32, scratch: Int32, warp: Int32, lane: Int32):
+    """L: fp16 blocks below the diagonal to `lower`, the warp's fp32 block on the diagonal to `scratch`."""
+    beta = vector + BETA + (16 * warp + (lane >> 2)) * 4
+    l_row = [load_shared(beta + 32 * r, 1) * factors[r] for r in range(2)]
+    for half in cutlass.range_constexpr(2):
+        for r in cutlass.range_constexpr(half, 2):
+            at = scratch + ((lane >> 2) + 8 * r) * 64 + half * 32 + (lane & 3) * 8
+            store_shared(at, *[block[half][r][e] * (l_row[r] * diagonal[half][r][e]) for e in range(2)])
+    target = lower + (16 * warp + (lane & 15)) * LOWER_PITCH + (lane >> 4) * 16
+    for b in cutlass.range_constexpr(3):
+        words = far_words(kk, b, [rows[b][r] * l_row[r] for r in range(2)], vector, lane)
+        if b < warp:
+            stmatrix4(target + 32 * b, *words)
 
 
 @cute.jit
-def _invert(shared, kk, qk, vector, t_tile, p_tile, warp, lane):
-    """P and T' of a chunk from its products."""
-    diagonal = p_tile + warp * 2048
-    weights = scale_pairs(kk, qk, vector, shared.lower, diagonal, warp, lane)
-    first = solve_diagonal(diagonal, shared.lower, t_tile, vector + BETA, warp, lane)
-    for block in cutlass.range_constexpr(4 if qk is not None else 0):
-        row = 16 * warp + (lane & 15)
-        stmatrix4(tile_address(p_tile, row, 2 * block + (lane >> 4)), *[weights[4 * block + i] for i in range(4)])
-    cute.arch.barrier(barrier_id=int(Barrier.PAIRS_DIAGONAL), number_of_threads=128)
-    merge_blocks(first, shared.lower, t_tile, vector + BETA, warp, lane)
+def write_weights(qk, vector: Int32, rows, diagonal, tile: Int32, warp: Int32, lane: Int32):
+    """P, all 64 columns of the warp's 16 rows, to the P tile."""
+    at = vector + P_ROW + (16 * warp + (lane >> 2)) * 4
+    p_row = [load_shared(at + 32 * r, 1) for r in range(2)]
+    block = diagonal_block(qk, warp)
+    near = []
+    for half in cutlass.range_constexpr(2):
+        for r in cutlass.range_constexpr(2):
+            entries = []
+            for e in cutlass.range_constexpr(2):
+                entry = Float32(0.0)
+                if cutlass.const_expr(r >= half):
+                    entry = block[half][r][e] * (p_row[r] * diagonal[half][r][e])
+                if cutlass.const_expr(r == half):
+                    entry = pick(2 * (lane & 3) + e <= (lane >> 2), entry, Float32(0.0))
+                entries.append(entry)
+            near.append(pack_f16(entries[0], entries[1]))
+    zero = cutlass.Uint32(0)
+    for b in cutlass.range_constexpr(4):
+        words = [pick(warp == b, near[i], zero) for i in range(4)]
+        if cutlass.const_expr(b < 3):
+            far = far_words(qk, b, [rows[b][r] * p_row[r] for r in range(2)], vector, lane)
+            words = [pick(b < warp, far[i], words[i]) for i in range(4)]
+        stmatrix4(tile_address(tile, 16 * warp + (lane & 15), 2 * b + (lane >> 4)), *words)
 
 
 @cute.jit
-def run_pairs(shared, tidx, warp, lane, sK, sQ, pair_mma, transition: cutlass.Constexpr):
-    """L, its inverse and P of every chunk."""
+def run_pairs(shared, tidx, warp, lane, l2norm, sK, sQ, pair_mma, transition: cutlass.Constexpr):
+    """Key vectors, T' and P of every chunk. A short chunk's rows beyond its end are zeroed before any product reads them."""
     thread = pair_mma.get_slice(tidx)
     left_k = pair_mma.make_fragment_A(thread.partition_A(sK))
     left_q = pair_mma.make_fragment_A(thread.partition_A(sQ))
@@ -111,35 +154,48 @@ def run_pairs(shared, tidx, warp, lane, sK, sQ, pair_mma, transition: cutlass.Co
     kk = cute.make_rmem_tensor(thread.partition_shape_C((CHUNK, CHUNK)), Float32)
     qk = cute.make_rmem_tensor(thread.partition_shape_C((CHUNK, CHUNK)), Float32)
     stage, parity, work, work_parity = Int32(0), Int32(0), Int32(0), Int32(0)
-    shared.k.wait_full(stage, parity)
+    shared.inputs.wait_full(stage, parity)
     record = read_record(shared.records, stage)
     while (record[Field.FLAGS] & Flag.STOP) == 0:
-        if record[Field.COUNT] < CHUNK:
-            shared.vectors.wait_full(stage, parity)
-        if cutlass.const_expr(not transition):
-            shared.q.wait_full(stage, parity)
+        count = record[Field.COUNT]
+        vector = shared.vector_base + stage * VECTOR_BYTES
+        t_tile = shared.t_base + work * TILE_BYTES
+        p_tile = shared.p_base + work * TILE_BYTES
+        if count < CHUNK:
+            zero_rows(shared.k_base + stage * OPERAND_BYTES, 16 * warp, 16, count, lane)
+            if cutlass.const_expr(not transition):
+                zero_rows(shared.q_base + stage * OPERAND_BYTES, 16 * warp, 16, count, lane)
+            cute.arch.barrier(barrier_id=int(Barrier.PAIRS_ZEROED), number_of_threads=128)
         warpgroup.fence()
         for k in cutlass.range_constexpr(HEAD // 16):
             pair_mma.set(warpgroup.Field.ACCUMULATE, k != 0)
             cute.gemm(pair_mma, kk, left_k[None, None, k, stage], right_k[None, None, k, stage], kk)
+        warpgroup.commit_group()
         for k in cutlass.range_constexpr(0 if transition else HEAD // 16):
             pair_mma.set(warpgroup.Field.ACCUMULATE, k != 0)
             cute.gemm(pair_mma, qk, left_q[None, None, k, stage], right_k[None, None, k, stage], qk)
         warpgroup.commit_group()
-        shared.vectors.wait_full(stage, parity)
-        shared.pairs.wait_empty(work, work_parity)
         warpgroup.wait_group(0)
-        shared.k.release(stage)
+        block = diagonal_block(kk, warp)
+        factors = key_norms(block, warp, lane, count, l2norm)
+        write_key_vectors(factors, vector, warp, lane)
+        shared.keys.publish(stage)
+        shared.pairs.wait_empty(work, work_parity)
+        cute.arch.barrier(barrier_id=int(Barrier.PAIRS_NORMS), number_of_threads=128)
+        rows, diagonal = pair_factors(vector, warp, lane)
+        scratch = p_tile + warp * 2048
+        write_lower(kk, block, vector, rows, diagonal, factors, shared.lower, scratch, warp, lane)
+        first = solve_diagonal(scratch, shared.lower, t_tile, vector + BETA, warp, lane)
+        cute.arch.barrier(barrier_id=int(Barrier.PAIRS_DIAGONAL), number_of_threads=128)
+        merge_blocks(first, shared.lower, t_tile, vector + BETA, warp, lane)
         if cutlass.const_expr(not transition):
-            shared.q.release(stage)
-        vector = shared.vector_base + stage * VECTOR_BYTES
-        t_tile = shared.t_base + work * TILE_BYTES
-        p_tile = shared.p_base + work * TILE_BYTES
-        _invert(shared, kk, None if transition else qk, vector, t_tile, p_tile, warp, lane)
-        shared.gates.release(stage)
+            shared.queries.wait_full(stage, parity)
+            write_weights(qk, vector, rows, diagonal, p_tile, warp, lane)
+        shared.inputs.release(stage)
         shared.pairs.publish_to_async(work)
         stage, parity = advance(stage, parity, INPUT_STAGES)
         work, work_parity = advance(work, work_parity, WORK_STAGES)
-        cute.arch.barrier(barrier_id=int(Barrier.PAIRS_DONE), number_of_threads=128)
-        shared.k.wait_full(stage, parity)
+        shared.inputs.wait_full(stage, parity)
         record = read_record(shared.records, stage)
+    # The state finds the end of the list where it finds key vectors.
+    shared.keys.publish(stage)

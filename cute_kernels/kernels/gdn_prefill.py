@@ -141,6 +141,7 @@ class GdnPrefill:
         tma_q, gQ = cpasync.make_tiled_tma_atom(load, mQ, box, (CHUNK, HEAD))
         tma_k, gK = cpasync.make_tiled_tma_atom(load, mK, box, (CHUNK, HEAD))
         tma_v, gV = cpasync.make_tiled_tma_atom(load, mV, box, (CHUNK, HEAD))
+        tma_out, gOut = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), mOut, box, (CHUNK, HEAD))
         k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
         read_mma = state_mma(BFloat16, CHUNK, k_major, 2)
         token_mma = state_mma(Float16, CHUNK, k_major, 2)
@@ -151,7 +152,7 @@ class GdnPrefill:
 
         @cute.struct
         class SharedStorage:
-            barriers: cute.struct.MemRange[cutlass.Int64, 2 * (6 * INPUT_STAGES + 2 * WORK_STAGES)]
+            barriers: cute.struct.MemRange[cutlass.Int64, 2 * (5 * INPUT_STAGES + 2 * WORK_STAGES)]
             records: cute.struct.Align[cute.struct.MemRange[Int32, INPUT_STAGES * RECORD_WORDS], 16]
             vectors: cute.struct.Align[cute.struct.MemRange[Float32, INPUT_STAGES * VECTOR_BYTES // 4], 128]
             lower: cute.struct.Align[cute.struct.MemRange[Float16, CHUNK * LOWER_PITCH // 2], 128]
@@ -165,7 +166,7 @@ class GdnPrefill:
         self.storage_type = SharedStorage
         self.kernel.set_name_prefix(self.key.symbol(), remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(
-            tma_q, gQ, tma_k, gK, tma_v, gV, mA, mB, mALog, mDtBias, mPool, mReadIds, mWriteIds, mCuSeqlens,
+            tma_q, gQ, tma_k, gK, tma_v, gV, tma_out, gOut, mA, mB, mALog, mDtBias, mPool, mReadIds, mWriteIds, mCuSeqlens,
             mKeptCu, mKeptEnds, mKeptSlots, mOut, mWork, hk, hv, num_slots, has_checkpoints, l2norm, min_tokens, long_rows,
             long_length, parts, scale,
             read_mma, token_mma, update_mma, pair_mma, input_layout, update_layout, pair_layout,
@@ -192,6 +193,8 @@ class GdnPrefill:
         gK: cute.Tensor,
         tma_v: cute.CopyAtom,
         gV: cute.Tensor,
+        tma_out: cute.CopyAtom,
+        gOut: cute.Tensor,
         mA: cute.Tensor,
         mB: cute.Tensor,
         mALog: cute.Tensor,
@@ -269,7 +272,7 @@ class GdnPrefill:
             )
         elif role == Role.PAIRS:
             cute.arch.setmaxregister_decrease(REGISTERS[Role.PAIRS])
-            run_pairs(shared, tidx - 128 * Role.PAIRS, warp % 4, lane, sK, sQ, pair_mma, self.key.transition)
+            run_pairs(shared, tidx - 128 * Role.PAIRS, warp % 4, lane, l2norm, sK, sQ, pair_mma, self.key.transition)
         else:
             cute.arch.setmaxregister_decrease(REGISTERS[Role.DATA])
             if warp % 4 == 0:
@@ -280,9 +283,9 @@ class GdnPrefill:
                 )  # fmt: skip
             elif warp % 4 == 3:
                 if cutlass.const_expr(not self.key.transition):
-                    run_queries(shared, lane, mOut, l2norm, scale)
+                    run_queries(shared, lane, tma_out, gOut, sV, mOut, l2norm, scale)
             else:
-                run_keys(shared, warp % 4 - 1, lane, l2norm)
+                run_keys(shared, warp % 4 - 1, lane, l2norm, scale, self.key.transition)
 
     def bundle(self, storage, mLog):
         """Barriers and shared addresses of the block. Arrivals are one per warp, or one for a TMA load."""
@@ -291,21 +294,20 @@ class GdnPrefill:
         rings, used = [], 0
         queries = 0 if self.key.transition else 1
         for stages, producers, consumers in (
-            (INPUT_STAGES, 1, 8 + 4 + 2 + queries),  # K and the chunk record: state, pairs, keys, queries
-            (INPUT_STAGES, 1, 8 + 4 + 1),  # Q: state, pairs, queries
+            (INPUT_STAGES, 2, 8 + 4 + 2 + queries),  # K, Q, chunk record, gates: full by TMA and by the gates' warp
             (INPUT_STAGES, 1, 1 if queries else 8),  # V: full by TMA, empty when its output has gone
-            (INPUT_STAGES, 1, 8 + 4),  # gates: full for the norms' warps, empty when all vectors are read
-            (INPUT_STAGES, 2 + queries, 1),  # all vectors: full by keys and queries
-            (WORK_STAGES, 2, 8),  # K'
+            (INPUT_STAGES, 4, 1),  # key vectors, full only; empty with the inputs, as are the next
+            (INPUT_STAGES, 3, 1),  # query vectors
+            (WORK_STAGES, 2, 1),  # K', full only; empty with the next
             (WORK_STAGES, 4, 8),  # T' and P
             (INPUT_STAGES, 8, 1),  # output, full only
         ):
             probe = (self.key.debug, len(rings), log) if self.key.debug else None
             rings.append(Ring(barriers + used, stages, producers, consumers, probe))
             used += 2 * stages
-        k, q, v, gates, vectors, update, pairs, output = rings
+        inputs, v, keys, queries, update, pairs, output = rings
         return Bundle(
-            rings=rings, k=k, q=q, v=v, gates=gates, vectors=vectors, update=update, pairs=pairs, output=output,
+            rings=rings, inputs=inputs, v=v, keys=keys, queries=queries, update=update, pairs=pairs, output=output,
             records=storage.records.data_ptr().toint(),
             vector_base=storage.vectors.data_ptr().toint(),
             lower=storage.lower.data_ptr().toint(),
@@ -390,18 +392,15 @@ class GdnPrefill:
             logit = load_scalars(mB, token, count, head, lane)
             last = end == stop
             flags = flags | last_flag if last else flags
-            shared.k.wait_empty(stage, parity)
+            shared.inputs.wait_empty(stage, parity)
             with cute.arch.elect_one():
                 write_record(shared.records, stage, [token, count, flags, head, read, write, kept, sequence])
-            shared.k.expect(stage, OPERAND_BYTES)
-            self.load_tile(tma_k, gK, sK, token, k_column, stage, shared.k)
+            shared.inputs.expect(stage, OPERAND_BYTES * (1 if self.key.transition else 2))
+            self.load_tile(tma_k, gK, sK, token, k_column, stage, shared.inputs)
             if cutlass.const_expr(not self.key.transition):
-                shared.q.wait_empty(stage, parity)
-                shared.q.expect(stage, OPERAND_BYTES)
-                self.load_tile(tma_q, gQ, sQ, token, k_column, stage, shared.q)
-            shared.gates.wait_empty(stage, parity)
+                self.load_tile(tma_q, gQ, sQ, token, k_column, stage, shared.inputs)
             write_gates(raw, logit, bias, a_log, count, shared.vector_base + stage * VECTOR_BYTES, lane)
-            shared.gates.publish(stage)
+            shared.inputs.publish(stage)
             # V waits for the output that lies over an older V: one chunk behind K and Q it does not hold them up.
             if token_v >= 0:
                 stage_v, parity_v = self.load_values(tma_v, gV, sV, token_v, head, stage_v, parity_v, shared.v)
@@ -411,11 +410,12 @@ class GdnPrefill:
             flags = Int32(int(Flag.STOP)) if last else flags & Flag.IDENTITY
         if token_v >= 0:
             self.load_values(tma_v, gV, sV, token_v, head, stage_v, parity_v, shared.v)
-        shared.k.wait_empty(stage, parity)
+        shared.inputs.wait_empty(stage, parity)
         none = Int32(-1)
         with cute.arch.elect_one():
             write_record(shared.records, stage, [Int32(0), Int32(0), flags, head, none, none, none, sequence])
-        shared.k.publish(stage)
+        for _ in range(2):
+            shared.inputs.publish(stage)
 
     @cute.jit
     def load_values(self, tma_v, gV, sV, token, head, stage, parity, ring: cutlass.Constexpr):
@@ -453,24 +453,23 @@ class GdnPrefill:
         row = slab * 64 + warp * 16 + (lane >> 2)
         column = 2 * (lane & 3)
         stage, parity, work, work_parity = Int32(0), Int32(0), Int32(0), Int32(0)
-        shared.k.wait_full(stage, parity)
+        shared.inputs.wait_full(stage, parity)
         record = read_record(shared.records, stage)
         S.fill(0.0)
+        if (record[Field.FLAGS] & Flag.STOP) == 0:
+            self.start_state(S, mPool, mWork, record, num_slots, row, column)
+        shared.keys.wait_full(stage, parity)
         while (record[Field.FLAGS] & Flag.STOP) == 0:
             count, flags, head = record[Field.COUNT], record[Field.FLAGS], record[Field.HEAD]
             vector = shared.vector_base + stage * VECTOR_BYTES
             tile = shared.v_base + stage * OPERAND_BYTES + slab * TILE_BYTES
-            if (flags & Flag.FIRST) != 0:
-                self.start_state(S, mPool, mWork, record, num_slots, row, column)
             left_s = as_left_operand(S, read_shape, BFloat16)
-            shared.vectors.wait_full(stage, parity)
             shared.v.wait_full(stage, parity)
             warpgroup.fence()
             contract(read_mma, Y, left_s, right_k, stage, HEAD // 16, False)
             warpgroup.commit_group()
             warpgroup.wait_group(0)
             decay_state(S, vector + DECAY, lane, False)
-            shared.k.release(stage)
             if cutlass.const_expr(self.key.transition):
                 if (flags & Flag.IDENTITY) != 0:
                     clear_tile_columns(tile, warp, lane)
@@ -486,22 +485,20 @@ class GdnPrefill:
             warpgroup.wait_group(0)
             left_v = as_left_operand(Y, token_shape, Float16)
             shared.update.wait_full(work, work_parity)
-            if cutlass.const_expr(not self.key.transition):
-                shared.q.wait_full(stage, parity)
             warpgroup.fence()
-            contract(update_mma, S, left_v, right_u, work, CHUNK // 16, True)
             if cutlass.const_expr(not self.key.transition):
                 contract(read_mma, O, left_s, right_q, stage, HEAD // 16, False)
                 warpgroup.commit_group()
-                warpgroup.wait_group(0)
-                shared.q.release(stage)
+            contract(update_mma, S, left_v, right_u, work, CHUNK // 16, True)
+            warpgroup.commit_group()
+            if cutlass.const_expr(not self.key.transition):
+                warpgroup.wait_group(1)
                 scale_columns(O, vector + O_FACTOR, lane)
                 warpgroup.fence()
                 contract(token_mma, O, left_v, right_p, work, CHUNK // 16, True)
-            warpgroup.commit_group()
+                warpgroup.commit_group()
             warpgroup.wait_group(0)
-            shared.gates.release(stage)
-            shared.update.release(work)
+            shared.inputs.release(stage)
             shared.pairs.release(work)
             if cutlass.const_expr(self.key.transition):
                 if (flags & Flag.LAST) != 0:
@@ -514,7 +511,7 @@ class GdnPrefill:
                     store_state(S, mPool, record[Field.WRITE], num_slots, head, row, column)
             stage, parity = advance(stage, parity, INPUT_STAGES)
             work, work_parity = advance(work, work_parity, WORK_STAGES)
-            shared.k.wait_full(stage, parity)
+            shared.keys.wait_full(stage, parity)
             record = read_record(shared.records, stage)
 
     @cute.jit
