@@ -171,10 +171,6 @@ def run_pairs(shared, tidx, warp, lane, l2norm, sK, sQ, pair_mma, transition: cu
             pair_mma.set(warpgroup.Field.ACCUMULATE, k != 0)
             cute.gemm(pair_mma, kk, left_k[None, None, k, stage], right_k[None, None, k, stage], kk)
         warpgroup.commit_group()
-        for k in cutlass.range_constexpr(0 if transition else HEAD // 16):
-            pair_mma.set(warpgroup.Field.ACCUMULATE, k != 0)
-            cute.gemm(pair_mma, qk, left_q[None, None, k, stage], right_k[None, None, k, stage], qk)
-        warpgroup.commit_group()
         warpgroup.wait_group(0)
         block = diagonal_block(kk, warp)
         factors = key_norms(block, warp, lane, count, l2norm)
@@ -185,7 +181,14 @@ def run_pairs(shared, tidx, warp, lane, l2norm, sK, sQ, pair_mma, transition: cu
         rows, diagonal = pair_factors(vector, warp, lane)
         scratch = p_tile + warp * 2048
         write_lower(kk, block, vector, rows, diagonal, factors, shared.lower, scratch, warp, lane)
+        # Q K^T runs behind the substitution, and its sums take the registers of K K^T.
+        warpgroup.fence()
+        for k in cutlass.range_constexpr(0 if transition else HEAD // 16):
+            pair_mma.set(warpgroup.Field.ACCUMULATE, k != 0)
+            cute.gemm(pair_mma, qk, left_q[None, None, k, stage], right_k[None, None, k, stage], qk)
+        warpgroup.commit_group()
         first = solve_diagonal(scratch, shared.lower, t_tile, vector + BETA, warp, lane)
+        warpgroup.wait_group(0)
         cute.arch.barrier(barrier_id=int(Barrier.PAIRS_DIAGONAL), number_of_threads=128)
         merge_blocks(first, shared.lower, t_tile, vector + BETA, warp, lane)
         if cutlass.const_expr(not transition):

@@ -20,7 +20,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from .memory import narrow
 from .prefill_layout import CHUNK, HEAD, OUT_PITCH, STATE_ELEMENTS, tile_address
 from .state_io import slot_is_valid, slot_ptr
-from .warp_ops import fragment_words, ldmatrix4, load_shared, pack_bf16, pack_f16, stmatrix4, store_shared, unpack_bf16
+from .warp_ops import fragment_words, ldmatrix4, load_shared, pack_bf16, pack_f16, stmatrix4, stmatrix4_where, store_shared, unpack_bf16
 
 
 def state_mma(dtype, columns, right_major, slabs):
@@ -107,6 +107,13 @@ def scale_columns(acc, vector: Int32, lane: Int32):
 
 
 @cute.jit
+def scale_state(S, decay: Float32):
+    """S *= decay."""
+    for i in cutlass.range_constexpr(cute.size(S)):
+        S[i] = S[i] * decay
+
+
+@cute.jit
 def residual(Y, value: Int32, vector: Int32, count: Int32, warp: Int32, lane: Int32, scaled: cutlass.Constexpr):
     """Y <- V^T - Y (times `vector` per token when `scaled`); zero for tokens from `count` on, whatever they hold.
 
@@ -135,6 +142,32 @@ def residual(Y, value: Int32, vector: Int32, count: Int32, warp: Int32, lane: In
                 Y[4 * n + e] = Y[4 * n + e] if inside else Float32(0.0)
 
 
+def load_values(value, vector, warp, lane):
+    """What `subtract_from_values` needs of the slab's V tile and of the factors of a chunk, in registers."""
+    row = (lane & 7) + ((lane >> 4) << 3)
+    start = tile_address(value, row, 2 * warp + ((lane >> 3) & 1))
+    words = [ldmatrix4(start + block * 2048, transpose=True) for block in range(4)]
+    factors = [load_shared(vector + (lane & 3) * 8 + n * 32, 2) for n in range(8)]
+    return words, factors
+
+
+@cute.jit
+def subtract_from_values(Y, values, count: Int32, lane: Int32):
+    """Y <- V^T - factor Y, from `load_values`; zero for tokens from `count` on, whatever they hold."""
+    words, factors = values
+    for n in cutlass.range_constexpr(8):
+        for r in cutlass.range_constexpr(2):
+            v = unpack_bf16(words[n // 2][2 * (n % 2) + r])
+            for e in cutlass.range_constexpr(2):
+                i = 4 * n + 2 * r + e
+                Y[i] = v[e] - factors[n][e] * Y[i]
+    if count < CHUNK:
+        for n in cutlass.range_constexpr(8):
+            for e in cutlass.range_constexpr(4):
+                inside = 8 * n + 2 * (lane & 3) + e % 2 < count
+                Y[4 * n + e] = Y[4 * n + e] if inside else Float32(0.0)
+
+
 @cute.jit
 def store_output(O, address: Int32, slab: Int32, warp: Int32, lane: Int32):
     """O^T of a slab, rounded to bf16, as token rows of an output stage (pitch OUT_PITCH)."""
@@ -145,14 +178,18 @@ def store_output(O, address: Int32, slab: Int32, warp: Int32, lane: Int32):
         stmatrix4(start + block * 16 * OUT_PITCH, *words, transpose=True)
 
 
+def output_words(O):
+    """O^T rounded to bf16, two tokens a word."""
+    return [pack_bf16(O[2 * i], O[2 * i + 1]) for i in range(16)]
+
+
 @cute.jit
-def store_output_tile(O, tile: Int32, warp: Int32, lane: Int32):
-    """O^T of a slab, rounded to bf16, as token rows of a swizzled tile; each warp writes the 16 columns of its own V rows."""
+def store_output_tile(words, condition: Int32, tile: Int32, warp: Int32, lane: Int32):
+    """O^T of a slab as token rows of a swizzled tile, where `condition` is not 0; each warp writes the columns of its V rows."""
     row = (lane & 7) + ((lane >> 4) << 3)
     start = tile_address(tile, row, 2 * warp + ((lane >> 3) & 1))
     for block in cutlass.range_constexpr(4):
-        words = [pack_bf16(O[8 * block + 2 * p], O[8 * block + 2 * p + 1]) for p in range(4)]
-        stmatrix4(start + block * 2048, *words, transpose=True)
+        stmatrix4_where(condition, start + block * 2048, *[words[4 * block + p] for p in range(4)])
 
 
 @cute.jit
@@ -161,6 +198,4 @@ def decay_state(S, vector: Int32, lane: Int32, per_column: cutlass.Constexpr):
     if cutlass.const_expr(per_column):
         scale_columns(S, vector, lane)
     else:
-        decay = load_shared(vector, 1)
-        for i in cutlass.range_constexpr(cute.size(S)):
-            S[i] = S[i] * decay
+        scale_state(S, load_shared(vector, 1))

@@ -42,6 +42,16 @@ def wait(barrier, parity: Int32, probe: cutlass.Constexpr):
                 cute.arch.inline_ptx("st.global.b32 [{$r0}], {$r1}; exit;", read_only_args=[word, parity + 1])
 
 
+def _arrive(barrier, condition=1):
+    """One arrival of the warp, after the accesses of all its lanes. A predicate, no branch: products may be in flight."""
+    cute.arch.sync_warp()
+    cute.arch.inline_ptx(
+        "{ .reg .pred one, on; elect.sync _|one, -1; setp.ne.and.s32 on, {$r1}, 0, one; "
+        "@on mbarrier.arrive.shared.b64 _, [{$r0}]; }",
+        read_only_args=[barrier.toint(), Int32(condition)],
+    )
+
+
 class Ring:
     """Full and empty barriers of `stages` stages. `barriers` points at 2 * stages mbarriers.
 
@@ -76,15 +86,14 @@ class Ring:
 
     def release(self, stage):
         """One warp has read this stage."""
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(self.empty + stage)
+        _arrive(self.empty + stage)
 
-    def publish(self, stage):
-        """One warp has written its part of this stage with ordinary stores that ordinary loads will read."""
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(self.full + stage)
+    def publish(self, stage, condition=1):
+        """One warp has written its part of this stage with ordinary stores that ordinary loads will read.
+
+        Nothing happens where `condition` (a warp-uniform Int32) is 0.
+        """
+        _arrive(self.full + stage, condition)
 
     def publish_to_async(self, stage):
         """The same where wgmma or a bulk copy reads the stage."""

@@ -59,6 +59,15 @@ def stmatrix4(address, m0, m1, m2, m3, transpose=False):
     )
 
 
+def stmatrix4_where(condition, address, m0, m1, m2, m3):
+    """`stmatrix4`, transposed, where a warp-uniform condition holds: a predicate, no branch, for use while products are in flight."""
+    cute.arch.inline_ptx(
+        "{ .reg .pred on; setp.ne.s32 on, {$r0}, 0; "
+        "@on stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [{$r1}], {{$r2}, {$r3}, {$r4}, {$r5}}; }",
+        read_only_args=[condition, address, m0, m1, m2, m3],
+    )
+
+
 def mma_16816(a, b, c, kind):
     """D = A B + C for one m16n8k16 tile; a: 4 words, b: 2 words, c: 4 Float32; `kind` is "f16" or "bf16"."""
     return cute.arch.inline_ptx(

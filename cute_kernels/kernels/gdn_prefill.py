@@ -77,17 +77,20 @@ from ..device.prefill_state import (
     as_left_operand,
     clear_tile_columns,
     contract,
-    decay_state,
     identity_state,
     load_state,
+    load_values,
+    output_words,
     residual,
     scale_columns,
+    scale_state,
     state_mma,
     store_output_tile,
     store_state,
+    subtract_from_values,
 )
 from ..device.prefill_sync import Bundle, Ring, advance, read_record, write_record
-from ..device.warp_ops import store_shared
+from ..device.warp_ops import load_shared, store_shared
 
 THREADS = 512
 REGISTERS = {Role.STATE_0: 176, Role.PAIRS: 104, Role.DATA: 56}
@@ -459,6 +462,10 @@ class GdnPrefill:
         if (record[Field.FLAGS] & Flag.STOP) == 0:
             self.start_state(S, mPool, mWork, record, num_slots, row, column)
         shared.keys.wait_full(stage, parity)
+        # Output of the chunk before, stored while this chunk's first product runs.
+        words = cute.make_rmem_tensor(cute.make_layout(16), Uint32)
+        words.fill(0)
+        done_stage, done = Int32(0), Int32(0)
         while (record[Field.FLAGS] & Flag.STOP) == 0:
             count, flags, head = record[Field.COUNT], record[Field.FLAGS], record[Field.HEAD]
             vector = shared.vector_base + stage * VECTOR_BYTES
@@ -468,12 +475,19 @@ class GdnPrefill:
             warpgroup.fence()
             contract(read_mma, Y, left_s, right_k, stage, HEAD // 16, False)
             warpgroup.commit_group()
+            if cutlass.const_expr(not self.key.transition):
+                store_output_tile(words, done, shared.v_base + done_stage * OPERAND_BYTES + slab * TILE_BYTES, warp, lane)
+                shared.output.publish(done_stage, done)
+                values = load_values(tile, vector + X_FACTOR, warp, lane)
+            # Loaded here, the decay of S is done while the next product runs.
+            decay = load_shared(vector + DECAY, 1)
             warpgroup.wait_group(0)
-            decay_state(S, vector + DECAY, lane, False)
             if cutlass.const_expr(self.key.transition):
                 if (flags & Flag.IDENTITY) != 0:
                     clear_tile_columns(tile, warp, lane)
-            residual(Y, tile, vector + X_FACTOR, count, warp, lane, True)
+                residual(Y, tile, vector + X_FACTOR, count, warp, lane, True)
+            else:
+                subtract_from_values(Y, values, count, lane)
             left_x = as_left_operand(Y, token_shape, Float16)
             if cutlass.const_expr(self.key.transition):
                 cute.arch.fence_view_async_shared()
@@ -482,6 +496,7 @@ class GdnPrefill:
             warpgroup.fence()
             contract(token_mma, Y, left_x, right_t, work, CHUNK // 16, False)
             warpgroup.commit_group()
+            scale_state(S, decay)
             warpgroup.wait_group(0)
             left_v = as_left_operand(Y, token_shape, Float16)
             shared.update.wait_full(work, work_parity)
@@ -504,8 +519,9 @@ class GdnPrefill:
                 if (flags & Flag.LAST) != 0:
                     store_state(S, mWork, record[Field.WRITE], Int32(WORK_LIMIT), head, row, column)
             else:
-                store_output_tile(O, tile, warp, lane)
-                shared.output.publish(stage)
+                for i, word in enumerate(output_words(O)):
+                    words[i] = word
+                done_stage, done = stage, Int32(1)
                 store_state(S, mPool, record[Field.CHECKPOINT], num_slots, head, row, column)
                 if (flags & Flag.LAST) != 0:
                     store_state(S, mPool, record[Field.WRITE], num_slots, head, row, column)
@@ -513,6 +529,9 @@ class GdnPrefill:
             work, work_parity = advance(work, work_parity, WORK_STAGES)
             shared.keys.wait_full(stage, parity)
             record = read_record(shared.records, stage)
+        if cutlass.const_expr(not self.key.transition):
+            store_output_tile(words, done, shared.v_base + done_stage * OPERAND_BYTES + slab * TILE_BYTES, warp, lane)
+            shared.output.publish(done_stage, done)
 
     @cute.jit
     def start_state(self, S, mPool, mWork, record, num_slots, row, column):
