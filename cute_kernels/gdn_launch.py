@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from .checkpoints import Checkpoints
 from .compile.cache import jit_cache
-from .configs.prefill import LONG_LENGTH, GdnPrefillKey, SegmentStatesKey, parts_of_long_rows
+from .configs.prefill import LONG_LENGTH, GdnPrefillKey, SegmentStatesKey, parts_of_long_rows, slabs_per_block
 
 gdn_prefill = jit_cache("gdn_prefill")
 segment_states = jit_cache("segment_states")
@@ -33,13 +35,14 @@ def launch_chunked(
     qk_l2norm: bool,
     min_tokens: int = 0,
     long_length: int = LONG_LENGTH,
+    slabs: Literal[1, 2] | None = None,
 ) -> None:
     """Run packed sequences of any lengths, zero included, on the current stream.
 
     The arguments are those of `gdn.gdn_prefill`, already checked, with at least one sequence. Nothing of a sequence with
     fewer than `min_tokens` tokens is read or written, nor are rows of `out` beyond `cu_seqlens[N]`. Rows of `long_length`
     tokens or more run in parts (`kernels/gdn_prefill.py`), which takes a workspace of 128 KiB a head and inner segment; how
-    many there may be follows from shapes alone.
+    many there may be follows from shapes alone. `slabs` is that of `GdnPrefillKey`, by default what ends soonest.
     """
     tokens, hk, width = q.shape
     hv = v.shape[1]
@@ -61,10 +64,14 @@ def launch_chunked(
     target = _rows(out)
     if long_rows:
         no_plan = (cu_seqlens, cu_seqlens, cu_seqlens)
-        gdn_prefill(GdnPrefillKey(name, transition=True))(*tensors, *no_plan, target, work, *sizes, 0, *rest)
+        found = slabs or slabs_per_block(hv * long_rows * (2 * parts - 3))
+        gdn_prefill(GdnPrefillKey(name, transition=True, slabs=found))(
+            *tensors, *no_plan, target, work, *sizes, 0, *rest
+        )
         if parts > 2:
             segment_states(SegmentStatesKey())(work, hv, parts, long_rows)
-    gdn_prefill(GdnPrefillKey(name))(*tensors, *plan, target, work, *sizes, has_plan, *rest)
+    chosen = slabs or slabs_per_block(hv * max(read_ids.shape[0], long_rows * parts))
+    gdn_prefill(GdnPrefillKey(name, slabs=chosen))(*tensors, *plan, target, work, *sizes, has_plan, *rest)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

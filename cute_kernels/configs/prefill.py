@@ -1,9 +1,11 @@
 """Chunkwise prefill: what changes a kernel's code, what is legal, and what ships.
 
-Budget of one GDN block (one sequence and value head, 512 threads, one block a multiprocessor):
+Budget of one GDN block (one sequence and value head, or half of one; 512 threads, one block a multiprocessor):
 
-    registers   2 state warpgroups x 176, pairs 104, data 56: 512 a lane of four warps = the whole file
-    shared      K, Q, V 3 x 16 KiB, K' 2 x 16 KiB, T', P 2 x 8 KiB, work matrix 9 KiB, vectors 3 x 2.5 KiB; output over V
+    registers   whole head: 2 state warpgroups x 176, pairs 104, data 56; half: state 208, 2 pairs warpgroups x 104, data 88;
+                512 a lane of four warps = the whole file
+    shared      K, Q 3 x 16 KiB, V 3 x 16 KiB (8 for half a head), K' 2 x 16 KiB, T', P 2 x 8 KiB, work matrix 9 KiB a pairs
+                warpgroup, vectors 3 x 2.4 KiB; output over V
 """
 
 from __future__ import annotations
@@ -23,19 +25,22 @@ class GdnPrefillKey:
     Attributes:
         state_dtype: element type of the pool.
         transition: the launch that finds what segments of long rows do to a state.
+        slabs: state warpgroups of a block, 64 V rows each: 2 is a whole head, 1 half of one. Both give the same bits.
         debug: "" in shipped kernels. "bounded": a wait that lasts too long ends its warp; "profile": cycles waited are added
             up. Both write to the tensor passed as checkpoint slots, which then holds 16 words for each of 16 warps.
     """
 
     state_dtype: StateDtype = "float32"
     transition: bool = False
+    slabs: Literal[1, 2] = 2
     debug: Literal["", "bounded", "profile"] = ""
 
     def symbol(self) -> str:
         """C identifier of this specialisation."""
         state = "f32" if self.state_dtype == "float32" else "bf16"
         kind = "transition" if self.transition else "prefill"
-        return f"gdn_{kind}_{state}{'_' if self.debug else ''}{self.debug}"
+        half = "_half" if self.slabs == 1 else ""
+        return f"gdn_{kind}_{state}{half}{'_' if self.debug else ''}{self.debug}"
 
     def shared_bytes(self) -> int:
         """Shared memory of one block."""
@@ -52,6 +57,14 @@ class SegmentStatesKey:
 
 
 LONG_LENGTH = 8192
+MULTIPROCESSORS = 132
+CHUNK_US = {1: 1.2, 2: 2.0}  # of a block with half a head, with a whole one
+
+
+def slabs_per_block(heads: int) -> Literal[1, 2]:
+    """Half a head a block where that ends sooner for so many heads of all rows; a function of shapes alone."""
+    halves, wholes = (-(-heads * n // MULTIPROCESSORS) * CHUNK_US[3 - n] for n in (2, 1))
+    return 1 if halves < wholes else 2
 
 
 def parts_of_long_rows(hv: int) -> int:
@@ -72,8 +85,9 @@ def shipped() -> list[Entry]:
     """The specialisations built ahead of time."""
     budget = ResourceBudget(max_registers=128)
     chunks = [
-        Entry("gdn_prefill", GdnPrefillKey(state, transition), budget)
+        Entry("gdn_prefill", GdnPrefillKey(state, transition, slabs), budget)
         for state in ("float32", "bfloat16")
         for transition in (False, True)
+        for slabs in (1, 2)
     ]
     return [*chunks, Entry("segment_states", SegmentStatesKey(), ResourceBudget(max_registers=255))]

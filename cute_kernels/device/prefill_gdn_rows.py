@@ -16,7 +16,7 @@ from cutlass import Float32, Int32, Uint32
 from cutlass.cute.nvgpu import cpasync
 
 from .arith import log_decay_softplus, sigmoid
-from .prefill_layout import CHUNK, HEAD, INPUT_STAGES, OPERAND_BYTES, TILE_BYTES, WORK_STAGES, Field, Flag, tile_address
+from .prefill_layout import CHUNK, HEAD, INPUT_STAGES, OPERAND_BYTES, TILE_BYTES, WORK_STAGES, Field, Flag
 from .prefill_sync import advance, read_record
 from .state_io import row_ptr
 from .warp_ops import load_shared, pack_f16, pick, store_shared, sum_scan, unpack_bf16
@@ -37,7 +37,7 @@ def load_scalars(mX: cute.Tensor, token: Int32, count: Int32, head: Int32, lane:
         if i < count:
             one = cute.make_tensor(row_ptr(mX, token + i, head, mX.element_type.width // 8), cute.make_layout(1))
             values[half] = Float32(one[0])
-    return values
+    return [values[0], values[1]]
 
 
 @cute.jit
@@ -115,7 +115,14 @@ def inverse_norm(squares: Float32, valid, l2norm: Int32) -> Float32:
 
 @cute.jit
 def write_query_vectors(
-    tile: Int32, vector: Int32, first: Int32, rows: cutlass.Constexpr, count: Int32, l2norm: Int32, scale: Float32, lane: Int32
+    tile: Int32,
+    vector: Int32,
+    first: Int32,
+    rows: cutlass.Constexpr,
+    count: Int32,
+    l2norm: Int32,
+    scale: Float32,
+    lane: Int32,
 ):
     """Norms and vectors of query rows `first .. first + rows - 1` (at most 32), by one warp."""
     write_squares(tile, vector + P_ROW, first, rows, lane)
@@ -150,22 +157,26 @@ def rewrite_update_operand(k_tile: Int32, u_tile: Int32, part: Int32, lane: Int3
 
 
 @cute.jit
-def copy_output_rows(tile: Int32, mOut: cute.Tensor, token: Int32, count: Int32, head: Int32, lane: Int32):
-    """Rows 0..count-1 of two swizzled bf16 tiles side by side to `mOut[token + i, head * 128:]`, by one warp."""
-    half = lane >> 4
-    start = tile + ((lane >> 3) & 1) * TILE_BYTES + half * 128 + (((lane & 7) ^ half) << 4)
-    target = row_ptr(mOut, token + half, head * 128 + (lane & 15) * 8, 16).toint()
-    stride = mOut.stride[0] * 4  # bytes of two rows
+def copy_output_rows(
+    tile: Int32, slabs: cutlass.Constexpr, mOut: cute.Tensor, token: Int32, count: Int32, column: Int32, lane: Int32
+):
+    """Rows 0..count-1 of `slabs` swizzled bf16 tiles side by side to `mOut[token + i, column:]`, by one warp."""
+    together = 4 // slabs  # rows
+    pieces = 8 * slabs  # 16-byte pieces of a row, one a lane
+    first = lane // pieces
+    start = tile + ((lane // 8) % slabs) * TILE_BYTES + first * 128 + (((lane & 7) ^ first) << 4)
+    target = row_ptr(mOut, token + first, column + (lane % pieces) * 8, 16).toint()
+    stride = mOut.stride[0] * (2 * together)  # bytes of the rows that go together
     for batch in cutlass.range((count + 7) // 8, unroll=1):
         at = start + batch * 1024
-        loaded = [load_shared((at ^ (i << 5)) + i * 256, 4, Uint32) for i in range(4)]
-        for i in cutlass.range_constexpr(4):
+        loaded = [load_shared((at ^ (i * together * 16)) + i * together * 128, 4, Uint32) for i in range(8 // together)]
+        for i in cutlass.range_constexpr(8 // together):
             cute.arch.inline_ptx(
                 "{ .reg .pred inside; setp.lt.s32 inside, {$r1}, {$r2}; "
                 "@inside st.global.v4.b32 [{$r0}], {{$r3}, {$r4}, {$r5}, {$r6}}; }",
-                read_only_args=[target + i * stride, 8 * batch + 2 * i + half, count, *loaded[i]],
+                read_only_args=[target + i * stride, 8 * batch + together * i + first, count, *loaded[i]],
             )
-        target = target + 4 * stride
+        target = target + (8 // together) * stride
 
 
 @cute.jit
@@ -195,7 +206,7 @@ def run_keys(shared, part, lane, l2norm, scale, transition: cutlass.Constexpr):
 
 
 @cute.jit
-def run_queries(shared, lane, tma_out, gOut, sV, mOut, l2norm, scale):
+def run_queries(shared, slab, lane, tma_out, gOut, sV, mOut, l2norm, scale):
     """Vectors of a chunk's query rows 0..31; then the output of the chunk two before it, which the state has left."""
     stage, parity, done, done_parity = Int32(0), Int32(0), Int32(0), Int32(0)
     token, count, head = [Int32(0), Int32(0)], [Int32(-1), Int32(-1)], [Int32(0), Int32(0)]
@@ -213,11 +224,14 @@ def run_queries(shared, lane, tma_out, gOut, sV, mOut, l2norm, scale):
             shared.inputs.release(stage)
         if count[0] >= 0:
             shared.output.wait_full(done, done_parity)
+            column = head[0] * HEAD + slab * 64
             cute.arch.fence_view_async_shared()
             if count[0] == CHUNK:
-                store_output_rows(tma_out, gOut, sV, token[0], head[0], done)
+                store_output_rows(tma_out, gOut, sV, shared.slabs, token[0], column, done)
             else:
-                copy_output_rows(shared.v_base + done * OPERAND_BYTES, mOut, token[0], count[0], head[0], lane)
+                copy_output_rows(
+                    shared.v_base + done * shared.value_bytes, shared.slabs, mOut, token[0], count[0], column, lane
+                )
                 cute.arch.fence_view_async_shared()
             shared.v.release(done)
             done, done_parity = advance(done, done_parity, INPUT_STAGES)
@@ -229,9 +243,17 @@ def run_queries(shared, lane, tma_out, gOut, sV, mOut, l2norm, scale):
 
 
 @cute.jit
-def store_output_rows(tma_out: cute.CopyAtom, gOut: cute.Tensor, sV: cute.Tensor, token: Int32, head: Int32, stage: Int32):
-    """All 64 rows of a stage to `out`, by one bulk store; returns when the stage has been read."""
-    tile = cute.local_tile(cute.domain_offset((token, head * HEAD), gOut), (CHUNK, HEAD), (0, 0))
+def store_output_rows(
+    tma_out: cute.CopyAtom,
+    gOut: cute.Tensor,
+    sV: cute.Tensor,
+    slabs: cutlass.Constexpr,
+    token: Int32,
+    column: Int32,
+    stage: Int32,
+):
+    """All 64 rows of a stage to `out` from (token, column) on, by a bulk store; returns when the stage has been read."""
+    tile = cute.local_tile(cute.domain_offset((token, column), gOut), (CHUNK, 64 * slabs), (0, 0))
     one = cute.make_layout(1)
     source, target = cpasync.tma_partition(tma_out, 0, one, cute.group_modes(sV, 0, 2), cute.group_modes(tile, 0, 2))
     cute.copy(tma_out, source[None, stage], target)

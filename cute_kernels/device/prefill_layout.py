@@ -18,21 +18,12 @@ WORK_STAGES = 2  # GDN: K', T' and P
 LOWER_PITCH = 144  # bytes of a row of the triangular work matrix, padded for the same reason
 
 
-class Role(enum.IntEnum):
-    """Warpgroup of a block: two state slabs, the pair products and inverse, data movement and row work."""
-
-    STATE_0 = 0
-    STATE_1 = 1
-    PAIRS = 2
-    DATA = 3
-
-
 class Barrier(enum.IntEnum):
     """Named barriers; 0 is `sync_threads`."""
 
-    PAIRS_DIAGONAL = 1
-    PAIRS_ZEROED = 2
-    PAIRS_NORMS = 3
+    PAIRS = (
+        1  # three for each pairs warpgroup: norms written, diagonal blocks inverted, rows beyond a short chunk zeroed
+    )
 
 
 class Flag(enum.IntFlag):

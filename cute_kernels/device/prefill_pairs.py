@@ -102,7 +102,9 @@ def far_words(acc, block, row_factors, vector, lane):
 
 
 @cute.jit
-def write_lower(kk, block, vector: Int32, rows, diagonal, factors, lower: Int32, scratch: Int32, warp: Int32, lane: Int32):
+def write_lower(
+    kk, block, vector: Int32, rows, diagonal, factors, lower: Int32, scratch: Int32, warp: Int32, lane: Int32
+):
     """L: fp16 blocks below the diagonal to `lower`, the warp's fp32 block on the diagonal to `scratch`."""
     beta = vector + BETA + (16 * warp + (lane >> 2)) * 4
     l_row = [load_shared(beta + 32 * r, 1) * factors[r] for r in range(2)]
@@ -145,15 +147,21 @@ def write_weights(qk, vector: Int32, rows, diagonal, tile: Int32, warp: Int32, l
 
 
 @cute.jit
-def run_pairs(shared, tidx, warp, lane, l2norm, sK, sQ, pair_mma, transition: cutlass.Constexpr):
-    """Key vectors, T' and P of every chunk. A short chunk's rows beyond its end are zeroed before any product reads them."""
+def run_pairs(shared, tidx, index, warp, lane, l2norm, sK, sQ, pair_mma, transition: cutlass.Constexpr):
+    """Key vectors, T' and P of every chunk; of two warpgroups, each takes every other chunk and has a work stage.
+
+    A short chunk's rows beyond its end are zeroed before any product reads them.
+    """
     thread = pair_mma.get_slice(tidx)
     left_k = pair_mma.make_fragment_A(thread.partition_A(sK))
     left_q = pair_mma.make_fragment_A(thread.partition_A(sQ))
     right_k = pair_mma.make_fragment_B(thread.partition_B(sK))
     kk = cute.make_rmem_tensor(thread.partition_shape_C((CHUNK, CHUNK)), Float32)
     qk = cute.make_rmem_tensor(thread.partition_shape_C((CHUNK, CHUNK)), Float32)
-    stage, parity, work, work_parity = Int32(0), Int32(0), Int32(0), Int32(0)
+    groups = 3 - shared.slabs
+    lower = shared.lower + index * (CHUNK * LOWER_PITCH)
+    barrier = int(Barrier.PAIRS) + 3 * index
+    stage, parity, work, work_parity = index, Int32(0), index, Int32(0)
     shared.inputs.wait_full(stage, parity)
     record = read_record(shared.records, stage)
     while (record[Field.FLAGS] & Flag.STOP) == 0:
@@ -165,7 +173,7 @@ def run_pairs(shared, tidx, warp, lane, l2norm, sK, sQ, pair_mma, transition: cu
             zero_rows(shared.k_base + stage * OPERAND_BYTES, 16 * warp, 16, count, lane)
             if cutlass.const_expr(not transition):
                 zero_rows(shared.q_base + stage * OPERAND_BYTES, 16 * warp, 16, count, lane)
-            cute.arch.barrier(barrier_id=int(Barrier.PAIRS_ZEROED), number_of_threads=128)
+            cute.arch.barrier(barrier_id=barrier + 2, number_of_threads=128)
         warpgroup.fence()
         for k in cutlass.range_constexpr(HEAD // 16):
             pair_mma.set(warpgroup.Field.ACCUMULATE, k != 0)
@@ -177,27 +185,28 @@ def run_pairs(shared, tidx, warp, lane, l2norm, sK, sQ, pair_mma, transition: cu
         write_key_vectors(factors, vector, warp, lane)
         shared.keys.publish(stage)
         shared.pairs.wait_empty(work, work_parity)
-        cute.arch.barrier(barrier_id=int(Barrier.PAIRS_NORMS), number_of_threads=128)
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=128)
         rows, diagonal = pair_factors(vector, warp, lane)
         scratch = p_tile + warp * 2048
-        write_lower(kk, block, vector, rows, diagonal, factors, shared.lower, scratch, warp, lane)
+        write_lower(kk, block, vector, rows, diagonal, factors, lower, scratch, warp, lane)
         # Q K^T runs behind the substitution, and its sums take the registers of K K^T.
         warpgroup.fence()
         for k in cutlass.range_constexpr(0 if transition else HEAD // 16):
             pair_mma.set(warpgroup.Field.ACCUMULATE, k != 0)
             cute.gemm(pair_mma, qk, left_q[None, None, k, stage], right_k[None, None, k, stage], qk)
         warpgroup.commit_group()
-        first = solve_diagonal(scratch, shared.lower, t_tile, vector + BETA, warp, lane)
+        first = solve_diagonal(scratch, lower, t_tile, vector + BETA, warp, lane)
         warpgroup.wait_group(0)
-        cute.arch.barrier(barrier_id=int(Barrier.PAIRS_DIAGONAL), number_of_threads=128)
-        merge_blocks(first, shared.lower, t_tile, vector + BETA, warp, lane)
+        cute.arch.barrier(barrier_id=barrier + 1, number_of_threads=128)
+        merge_blocks(first, lower, t_tile, vector + BETA, warp, lane)
         if cutlass.const_expr(not transition):
             shared.queries.wait_full(stage, parity)
             write_weights(qk, vector, rows, diagonal, p_tile, warp, lane)
         shared.inputs.release(stage)
         shared.pairs.publish_to_async(work)
-        stage, parity = advance(stage, parity, INPUT_STAGES)
-        work, work_parity = advance(work, work_parity, WORK_STAGES)
+        for _ in cutlass.range_constexpr(groups):
+            stage, parity = advance(stage, parity, INPUT_STAGES)
+            work, work_parity = advance(work, work_parity, WORK_STAGES)
         shared.inputs.wait_full(stage, parity)
         record = read_record(shared.records, stage)
     # The state finds the end of the list where it finds key vectors.

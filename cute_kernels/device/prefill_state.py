@@ -20,7 +20,17 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from .memory import narrow
 from .prefill_layout import CHUNK, HEAD, OUT_PITCH, STATE_ELEMENTS, tile_address
 from .state_io import slot_is_valid, slot_ptr
-from .warp_ops import fragment_words, ldmatrix4, load_shared, pack_bf16, pack_f16, stmatrix4, stmatrix4_where, store_shared, unpack_bf16
+from .warp_ops import (
+    fragment_words,
+    ldmatrix4,
+    load_shared,
+    pack_bf16,
+    pack_f16,
+    stmatrix4,
+    stmatrix4_where,
+    store_shared,
+    unpack_bf16,
+)
 
 
 def state_mma(dtype, columns, right_major, slabs):

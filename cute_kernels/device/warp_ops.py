@@ -60,7 +60,7 @@ def stmatrix4(address, m0, m1, m2, m3, transpose=False):
 
 
 def stmatrix4_where(condition, address, m0, m1, m2, m3):
-    """`stmatrix4`, transposed, where a warp-uniform condition holds: a predicate, no branch, for use while products are in flight."""
+    """`stmatrix4`, transposed, where a warp-uniform condition is not 0: no branch, products may be in flight."""
     cute.arch.inline_ptx(
         "{ .reg .pred on; setp.ne.s32 on, {$r0}, 0; "
         "@on stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [{$r1}], {{$r2}, {$r3}, {$r4}, {$r5}}; }",

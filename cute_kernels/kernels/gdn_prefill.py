@@ -69,7 +69,6 @@ from ..device.prefill_layout import (
     WORK_STAGES,
     Field,
     Flag,
-    Role,
 )
 from ..device.prefill_pairs import run_pairs
 from ..device.prefill_schedule import find_long_row, next_chunk, segment_bounds
@@ -93,7 +92,8 @@ from ..device.prefill_sync import Bundle, Ring, advance, read_record, write_reco
 from ..device.warp_ops import load_shared, store_shared
 
 THREADS = 512
-REGISTERS = {Role.STATE_0: 176, Role.PAIRS: 104, Role.DATA: 56}
+# Registers a thread of state, pairs and data; 512 in all for the four warpgroups.
+REGISTERS = {2: (176, 104, 56), 1: (208, 104, 88)}
 WORK_LIMIT = 1 << 30  # every slot of the workspace is a slot
 
 
@@ -102,6 +102,7 @@ class GdnPrefill:
 
     def __init__(self, key):
         self.key = key
+        self.slabs = key.slabs
 
     @cute.jit
     def __call__(
@@ -139,16 +140,19 @@ class GdnPrefill:
         input_layout = cute.tile_to_shape(k_atom, (CHUNK, HEAD, INPUT_STAGES), order=(0, 1, 2))
         update_layout = cute.tile_to_shape(h_atom, (CHUNK, HEAD, WORK_STAGES), order=(0, 1, 2))
         pair_layout = cute.tile_to_shape(h_atom, (CHUNK, CHUNK, WORK_STAGES), order=(0, 1, 2))
+        width = 64 * self.slabs
+        value_layout = cute.tile_to_shape(k_atom, (CHUNK, width, INPUT_STAGES), order=(0, 1, 2))
         box = cute.slice_(input_layout, (None, None, 0))
+        value_box = cute.slice_(value_layout, (None, None, 0))
         load = cpasync.CopyBulkTensorTileG2SOp()
         tma_q, gQ = cpasync.make_tiled_tma_atom(load, mQ, box, (CHUNK, HEAD))
         tma_k, gK = cpasync.make_tiled_tma_atom(load, mK, box, (CHUNK, HEAD))
-        tma_v, gV = cpasync.make_tiled_tma_atom(load, mV, box, (CHUNK, HEAD))
-        tma_out, gOut = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), mOut, box, (CHUNK, HEAD))
+        tma_v, gV = cpasync.make_tiled_tma_atom(load, mV, value_box, (CHUNK, width))
+        tma_out, gOut = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), mOut, value_box, (CHUNK, width))
         k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
-        read_mma = state_mma(BFloat16, CHUNK, k_major, 2)
-        token_mma = state_mma(Float16, CHUNK, k_major, 2)
-        update_mma = state_mma(Float16, HEAD, mn_major, 2)
+        read_mma = state_mma(BFloat16, CHUNK, k_major, self.slabs)
+        token_mma = state_mma(Float16, CHUNK, k_major, self.slabs)
+        update_mma = state_mma(Float16, HEAD, mn_major, self.slabs)
         pair_mma = hopper_helpers.make_trivial_tiled_mma(
             BFloat16, BFloat16, k_major, k_major, Float32, (1, 1, 1), (64, CHUNK)
         )
@@ -158,10 +162,10 @@ class GdnPrefill:
             barriers: cute.struct.MemRange[cutlass.Int64, 2 * (5 * INPUT_STAGES + 2 * WORK_STAGES)]
             records: cute.struct.Align[cute.struct.MemRange[Int32, INPUT_STAGES * RECORD_WORDS], 16]
             vectors: cute.struct.Align[cute.struct.MemRange[Float32, INPUT_STAGES * VECTOR_BYTES // 4], 128]
-            lower: cute.struct.Align[cute.struct.MemRange[Float16, CHUNK * LOWER_PITCH // 2], 128]
+            lower: cute.struct.Align[cute.struct.MemRange[Float16, (3 - self.slabs) * CHUNK * LOWER_PITCH // 2], 128]
             sK: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(input_layout)], 1024]
             sQ: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(input_layout)], 1024]
-            sV: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(input_layout)], 1024]
+            sV: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(value_layout)], 1024]
             sU: cute.struct.Align[cute.struct.MemRange[Float16, cute.cosize(update_layout)], 1024]
             sT: cute.struct.Align[cute.struct.MemRange[Float16, cute.cosize(pair_layout)], 1024]
             sP: cute.struct.Align[cute.struct.MemRange[Float16, cute.cosize(pair_layout)], 1024]
@@ -172,9 +176,9 @@ class GdnPrefill:
             tma_q, gQ, tma_k, gK, tma_v, gV, tma_out, gOut, mA, mB, mALog, mDtBias, mPool, mReadIds, mWriteIds, mCuSeqlens,
             mKeptCu, mKeptEnds, mKeptSlots, mOut, mWork, hk, hv, num_slots, has_checkpoints, l2norm, min_tokens, long_rows,
             long_length, parts, scale,
-            read_mma, token_mma, update_mma, pair_mma, input_layout, update_layout, pair_layout,
+            read_mma, token_mma, update_mma, pair_mma, input_layout, value_layout, update_layout, pair_layout,
         ).launch(
-            grid=[hv * self.groups(cute.size(mReadIds), long_rows, parts), 1, 1],
+            grid=[(3 - self.slabs) * hv * self.groups(cute.size(mReadIds), long_rows, parts), 1, 1],
             block=[THREADS, 1, 1],
             max_number_threads=[THREADS, 1, 1],
             min_blocks_per_mp=1,
@@ -226,6 +230,7 @@ class GdnPrefill:
         update_mma: cute.TiledMma,
         pair_mma: cute.TiledMma,
         input_layout: cute.ComposedLayout,
+        value_layout: cute.ComposedLayout,
         update_layout: cute.ComposedLayout,
         pair_layout: cute.ComposedLayout,
     ):
@@ -234,7 +239,7 @@ class GdnPrefill:
         storage = cutlass.utils.SmemAllocator().allocate(self.storage_type)
         sK = storage.sK.get_tensor(input_layout.outer, swizzle=input_layout.inner)
         sQ = storage.sQ.get_tensor(input_layout.outer, swizzle=input_layout.inner)
-        sV = storage.sV.get_tensor(input_layout.outer, swizzle=input_layout.inner)
+        sV = storage.sV.get_tensor(value_layout.outer, swizzle=value_layout.inner)
         sU = storage.sU.get_tensor(update_layout.outer, swizzle=update_layout.inner)
         sT = storage.sT.get_tensor(pair_layout.outer, swizzle=pair_layout.inner)
         sP = storage.sP.get_tensor(pair_layout.outer, swizzle=pair_layout.inner)
@@ -252,15 +257,20 @@ class GdnPrefill:
 
         warp = cute.arch.make_warp_uniform(tidx // 32)
         lane = tidx % 32
-        role = cute.arch.make_warp_uniform(tidx // 128)
-        if role < Role.PAIRS:
-            cute.arch.setmaxregister_increase(REGISTERS[Role.STATE_0])
+        group = cute.arch.make_warp_uniform(tidx // 128)
+        slab = Int32(0)  # of the block's first state warpgroup
+        if cutlass.const_expr(self.slabs == 1):
+            slab, item = item % 2, item // 2
+        state, pairs, data = REGISTERS[self.slabs]
+        if group < self.slabs:
+            cute.arch.setmaxregister_increase(state)
             self.run_state(
                 shared,
                 tidx,
                 warp % 4,
                 lane,
-                role,
+                group,
+                slab,
                 mPool,
                 mWork,
                 num_slots,
@@ -273,20 +283,22 @@ class GdnPrefill:
                 token_mma,
                 update_mma,
             )
-        elif role == Role.PAIRS:
-            cute.arch.setmaxregister_decrease(REGISTERS[Role.PAIRS])
-            run_pairs(shared, tidx - 128 * Role.PAIRS, warp % 4, lane, l2norm, sK, sQ, pair_mma, self.key.transition)
+        elif group < 3:
+            cute.arch.setmaxregister_decrease(pairs)
+            run_pairs(
+                shared, tidx % 128, group - self.slabs, warp % 4, lane, l2norm, sK, sQ, pair_mma, self.key.transition
+            )
         else:
-            cute.arch.setmaxregister_decrease(REGISTERS[Role.DATA])
+            cute.arch.setmaxregister_decrease(data)
             if warp % 4 == 0:
                 self.run_producer(
-                    shared, item, lane, tma_q, gQ, tma_k, gK, tma_v, gV, sQ, sK, sV, mA, mB, mALog, mDtBias, mReadIds,
+                    shared, item, slab, lane, tma_q, gQ, tma_k, gK, tma_v, gV, sQ, sK, sV, mA, mB, mALog, mDtBias, mReadIds,
                     mWriteIds, mCuSeqlens, mKeptCu, mKeptEnds, mKeptSlots, hk, hv, num_slots, has_checkpoints, min_tokens,
                     long_rows, long_length, parts,
                 )  # fmt: skip
             elif warp % 4 == 3:
                 if cutlass.const_expr(not self.key.transition):
-                    run_queries(shared, lane, tma_out, gOut, sV, mOut, l2norm, scale)
+                    run_queries(shared, slab, lane, tma_out, gOut, sV, mOut, l2norm, scale)
             else:
                 run_keys(shared, warp % 4 - 1, lane, l2norm, scale, self.key.transition)
 
@@ -296,20 +308,22 @@ class GdnPrefill:
         log = mLog.iterator.toint()
         rings, used = [], 0
         queries = 0 if self.key.transition else 1
+        state = 4 * self.slabs
         for stages, producers, consumers in (
-            (INPUT_STAGES, 2, 8 + 4 + 2 + queries),  # K, Q, chunk record, gates: full by TMA and by the gates' warp
-            (INPUT_STAGES, 1, 1 if queries else 8),  # V: full by TMA, empty when its output has gone
+            (INPUT_STAGES, 2, state + 4 + 2 + queries),  # K, Q, chunk record, gates: full by TMA and by the gates' warp
+            (INPUT_STAGES, 1, 1 if queries else state),  # V: full by TMA, empty when its output has gone
             (INPUT_STAGES, 4, 1),  # key vectors, full only; empty with the inputs, as are the next
             (INPUT_STAGES, 3, 1),  # query vectors
             (WORK_STAGES, 2, 1),  # K', full only; empty with the next
-            (WORK_STAGES, 4, 8),  # T' and P
-            (INPUT_STAGES, 8, 1),  # output, full only
+            (WORK_STAGES, 4, state),  # T' and P
+            (INPUT_STAGES, state, 1),  # output, full only
         ):
             probe = (self.key.debug, len(rings), log) if self.key.debug else None
             rings.append(Ring(barriers + used, stages, producers, consumers, probe))
             used += 2 * stages
         inputs, v, keys, queries, update, pairs, output = rings
         return Bundle(
+            slabs=self.slabs, value_bytes=self.slabs * TILE_BYTES,
             rings=rings, inputs=inputs, v=v, keys=keys, queries=queries, update=update, pairs=pairs, output=output,
             records=storage.records.data_ptr().toint(),
             vector_base=storage.vectors.data_ptr().toint(),
@@ -324,13 +338,14 @@ class GdnPrefill:
 
     @cute.jit
     def run_producer(
-        self, shared, item, lane, tma_q, gQ, tma_k, gK, tma_v, gV, sQ, sK, sV, mA, mB, mALog, mDtBias, mReadIds, mWriteIds,
+        self, shared, item, slab, lane, tma_q, gQ, tma_k, gK, tma_v, gV, sQ, sK, sV, mA, mB, mALog, mDtBias, mReadIds, mWriteIds,
         mCuSeqlens, mKeptCu, mKeptEnds, mKeptSlots, hk, hv, num_slots, has_checkpoints, min_tokens, long_rows, long_length,
         parts,
     ):  # fmt: skip
         """Walk the chunk list of the block's sequence and head: records, loads and gates of each chunk."""
         head = item % hv
         k_column = head // (hv // hk) * HEAD
+        v_column = head * HEAD + slab * 64
         rows = cute.size(mReadIds)
         a_log = mALog[head]
         bias = mDtBias[head]
@@ -387,14 +402,18 @@ class GdnPrefill:
                 entry_end = mKeptCu[sequence + 1]
         stage, parity, stage_v, parity_v = Int32(0), Int32(0), Int32(0), Int32(0)
         token_v = Int32(-1)
+        end, kept, entry = next_chunk(position, stop, entry, entry_end, mKeptEnds, mKeptSlots, num_slots)
+        raw = load_scalars(mA, start + position, end - position, head, lane)
+        logit = load_scalars(mB, start + position, end - position, head, lane)
         while (flags & Flag.STOP) == 0:
-            end, kept, entry = next_chunk(position, stop, entry, entry_end, mKeptEnds, mKeptSlots, num_slots)
             token = start + position
             count = end - position
-            raw = load_scalars(mA, token, count, head, lane)
-            logit = load_scalars(mB, token, count, head, lane)
             last = end == stop
             flags = flags | last_flag if last else flags
+            # The next chunk's gates are under way while this one waits; behind the last chunk there is an empty one.
+            next_end, next_kept, entry = next_chunk(end, stop, entry, entry_end, mKeptEnds, mKeptSlots, num_slots)
+            next_raw = load_scalars(mA, start + end, next_end - end, head, lane)
+            next_logit = load_scalars(mB, start + end, next_end - end, head, lane)
             shared.inputs.wait_empty(stage, parity)
             with cute.arch.elect_one():
                 write_record(shared.records, stage, [token, count, flags, head, read, write, kept, sequence])
@@ -406,39 +425,42 @@ class GdnPrefill:
             shared.inputs.publish(stage)
             # V waits for the output that lies over an older V: one chunk behind K and Q it does not hold them up.
             if token_v >= 0:
-                stage_v, parity_v = self.load_values(tma_v, gV, sV, token_v, head, stage_v, parity_v, shared.v)
+                stage_v, parity_v = self.load_values(tma_v, gV, sV, token_v, v_column, stage_v, parity_v, shared.v)
             token_v = token
             stage, parity = advance(stage, parity, INPUT_STAGES)
-            position = end
+            position, end, kept = end, next_end, next_kept
+            raw, logit = next_raw, next_logit
             flags = Int32(int(Flag.STOP)) if last else flags & Flag.IDENTITY
         if token_v >= 0:
-            self.load_values(tma_v, gV, sV, token_v, head, stage_v, parity_v, shared.v)
-        shared.inputs.wait_empty(stage, parity)
+            self.load_values(tma_v, gV, sV, token_v, v_column, stage_v, parity_v, shared.v)
         none = Int32(-1)
-        with cute.arch.elect_one():
-            write_record(shared.records, stage, [Int32(0), Int32(0), flags, head, none, none, none, sequence])
-        for _ in range(2):
-            shared.inputs.publish(stage)
+        for _ in cutlass.range_constexpr(3 - self.slabs):  # every pairs warpgroup finds one
+            shared.inputs.wait_empty(stage, parity)
+            with cute.arch.elect_one():
+                write_record(shared.records, stage, [Int32(0), Int32(0), flags, head, none, none, none, sequence])
+            for _ in cutlass.range_constexpr(2):
+                shared.inputs.publish(stage)
+            stage, parity = advance(stage, parity, INPUT_STAGES)
 
     @cute.jit
-    def load_values(self, tma_v, gV, sV, token, head, stage, parity, ring: cutlass.Constexpr):
+    def load_values(self, tma_v, gV, sV, token, column, stage, parity, ring: cutlass.Constexpr):
         """Load a V tile once its stage is free; the stage after it."""
         ring.wait_empty(stage, parity)
-        ring.expect(stage, OPERAND_BYTES)
-        self.load_tile(tma_v, gV, sV, token, head * HEAD, stage, ring)
+        ring.expect(stage, self.slabs * TILE_BYTES)
+        self.load_tile(tma_v, gV, sV, token, column, stage, ring, 64 * self.slabs)
         return advance(stage, parity, INPUT_STAGES)
 
     @cute.jit
-    def load_tile(self, tma, gX, sX, token, column, stage, ring: cutlass.Constexpr):
-        """Start the TMA load of 64 rows and 128 columns of gX from (token, column) into a stage."""
-        tile = cute.local_tile(cute.domain_offset((token, column), gX), (CHUNK, HEAD), (0, 0))
+    def load_tile(self, tma, gX, sX, token, column, stage, ring: cutlass.Constexpr, width: cutlass.Constexpr = HEAD):
+        """Start the TMA load of a tile of gX, 64 rows from (token, column) on, into a stage."""
+        tile = cute.local_tile(cute.domain_offset((token, column), gX), (CHUNK, width), (0, 0))
         one = cute.make_layout(1)
         target, source = cpasync.tma_partition(tma, 0, one, cute.group_modes(sX, 0, 2), cute.group_modes(tile, 0, 2))
         cute.copy(tma, source, target[None, stage], tma_bar_ptr=ring.full + stage)
 
     @cute.jit
     def run_state(
-        self, shared, tidx, warp, lane, slab, mPool, mWork, num_slots, sK, sQ, sU, sT, sP, read_mma, token_mma, update_mma
+        self, shared, tidx, warp, lane, group, slab, mPool, mWork, num_slots, sK, sQ, sU, sT, sP, read_mma, token_mma, update_mma
     ):  # fmt: skip
         """The serial chain: one slab of S across all chunks of the block."""
         by_read, by_token, by_update = (mma.get_slice(tidx) for mma in (read_mma, token_mma, update_mma))
@@ -448,12 +470,13 @@ class GdnPrefill:
         right_t = token_mma.make_fragment_B(by_token.partition_B(sT))
         right_p = token_mma.make_fragment_B(by_token.partition_B(sP))
         right_u = update_mma.make_fragment_B(by_update.partition_B(swapped))
-        read_shape = by_read.partition_shape_A((2 * 64, HEAD))
-        token_shape = by_token.partition_shape_A((2 * 64, CHUNK))
-        S = cute.make_rmem_tensor(by_update.partition_shape_C((2 * 64, HEAD)), Float32)
-        Y = cute.make_rmem_tensor(by_read.partition_shape_C((2 * 64, CHUNK)), Float32)
-        O = cute.make_rmem_tensor(by_read.partition_shape_C((2 * 64, CHUNK)), Float32)
-        row = slab * 64 + warp * 16 + (lane >> 2)
+        read_shape = by_read.partition_shape_A((self.slabs * 64, HEAD))
+        token_shape = by_token.partition_shape_A((self.slabs * 64, CHUNK))
+        S = cute.make_rmem_tensor(by_update.partition_shape_C((self.slabs * 64, HEAD)), Float32)
+        Y = cute.make_rmem_tensor(by_read.partition_shape_C((self.slabs * 64, CHUNK)), Float32)
+        O = cute.make_rmem_tensor(by_read.partition_shape_C((self.slabs * 64, CHUNK)), Float32)
+        row = (slab + group) * 64 + warp * 16 + (lane >> 2)
+        own_values = shared.v_base + group * TILE_BYTES
         column = 2 * (lane & 3)
         stage, parity, work, work_parity = Int32(0), Int32(0), Int32(0), Int32(0)
         shared.inputs.wait_full(stage, parity)
@@ -469,14 +492,14 @@ class GdnPrefill:
         while (record[Field.FLAGS] & Flag.STOP) == 0:
             count, flags, head = record[Field.COUNT], record[Field.FLAGS], record[Field.HEAD]
             vector = shared.vector_base + stage * VECTOR_BYTES
-            tile = shared.v_base + stage * OPERAND_BYTES + slab * TILE_BYTES
+            tile = own_values + stage * shared.value_bytes
             left_s = as_left_operand(S, read_shape, BFloat16)
             shared.v.wait_full(stage, parity)
             warpgroup.fence()
             contract(read_mma, Y, left_s, right_k, stage, HEAD // 16, False)
             warpgroup.commit_group()
             if cutlass.const_expr(not self.key.transition):
-                store_output_tile(words, done, shared.v_base + done_stage * OPERAND_BYTES + slab * TILE_BYTES, warp, lane)
+                store_output_tile(words, done, own_values + done_stage * shared.value_bytes, warp, lane)
                 shared.output.publish(done_stage, done)
                 values = load_values(tile, vector + X_FACTOR, warp, lane)
             # Loaded here, the decay of S is done while the next product runs.
@@ -530,7 +553,7 @@ class GdnPrefill:
             shared.keys.wait_full(stage, parity)
             record = read_record(shared.records, stage)
         if cutlass.const_expr(not self.key.transition):
-            store_output_tile(words, done, shared.v_base + done_stage * OPERAND_BYTES + slab * TILE_BYTES, warp, lane)
+            store_output_tile(words, done, own_values + done_stage * shared.value_bytes, warp, lane)
             shared.output.publish(done_stage, done)
 
     @cute.jit

@@ -1,4 +1,4 @@
-"""The three ways to run GDN prefill, and operands, that its tests share."""
+"""The ways to run GDN prefill, and operands, that its tests share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from prefill_case import check_inputs
 from compact_state.cute_kernels import gdn_launch, gdn_prefill
 from compact_state.cute_kernels.reference.datasets import delta_inputs
 
-PATHS = ("public", "chunked", "parts")
+PATHS = ("public", "wholes", "halves", "parts", "parts of halves")
 
 
 def public(*arguments, out=None, **options):
@@ -26,10 +26,16 @@ def chunked(q, k, v, *arguments, out=None, checkpoints=None, scale=None, qk_l2no
     return out
 
 
-RUN = {"public": public, "chunked": chunked, "parts": functools.partial(chunked, long_length=128)}
+RUN = {
+    "public": public,
+    "wholes": functools.partial(chunked, slabs=2),
+    "halves": functools.partial(chunked, slabs=1),
+    "parts": functools.partial(chunked, long_length=128, slabs=2),
+    "parts of halves": functools.partial(chunked, long_length=128, slabs=1),
+}
 
 
-def check(lengths, hk=2, hv=4, dataset="randn", path="chunked", **options):
+def check(lengths, hk=2, hv=4, dataset="randn", path="wholes", **options):
     total = sum(lengths)
     inputs = delta_inputs("gdn", dataset, total, hk, hv, device="cuda", seed=total + hv)
     check_inputs(RUN[path], inputs, lengths, dataset, **options)

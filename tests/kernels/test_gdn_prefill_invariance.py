@@ -172,6 +172,25 @@ def test_graph_replay_follows_changed_ids_and_lengths():
         assert torch.equal(bits(pool), bits(eager))
 
 
+@pytest.mark.parametrize("long_length", [128, 10**6])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_half_a_head_a_block_gives_the_same_bits(dtype, long_length):
+    """Outputs, states and checkpoints of blocks with half a head are those of blocks with a whole one."""
+    lengths, hv = (640, 64, 0, 1, 130, 3), 4
+    inputs = delta_inputs("gdn", "trained", sum(lengths), 2, hv, device="cuda")
+    n = len(lengths)
+    read = torch.arange(n, dtype=torch.int32, device="cuda")
+    cu = cu_seqlens(lengths, device="cuda")
+    plan = Checkpoints.from_lists([[(64, 2 * n), (331, 2 * n + 1)], [], [], [], [(100, 2 * n + 2)], []], device="cuda")
+    results = []
+    for slabs in (1, 2):
+        pool = filled_pool(2 * n + 3, hv, dtype, "trained", range(n))
+        options = {"checkpoints": plan, "long_length": long_length, "slabs": slabs}
+        results.append((chunked(*inputs.tensors, pool, read, read + n, cu, **options), pool))
+    for one, other in zip(*results):
+        assert torch.equal(bits(one), bits(other))
+
+
 @pytest.mark.parametrize(
     ("dtype", "stride", "slots"), [(torch.float32, 540_672, 4100), (torch.bfloat16, 524_288, 4100)], ids=str
 )
