@@ -209,5 +209,3 @@ def run_pairs(shared, tidx, index, warp, lane, l2norm, sK, sQ, pair_mma, transit
             work, work_parity = advance(work, work_parity, WORK_STAGES)
         shared.inputs.wait_full(stage, parity)
         record = read_record(shared.records, stage)
-    # The state finds the end of the list where it finds key vectors.
-    shared.keys.publish(stage)

@@ -81,6 +81,18 @@ def load_state(S, mPool: cute.Tensor, slot: Int32, num_slots: Int32, head: Int32
 
 
 @cute.jit
+def prefetch_state(mPool: cute.Tensor, slot: Int32, num_slots: Int32, head: Int32, row: Int32, rows: cutlass.Constexpr):
+    """Rows `row .. row + rows - 1` of head `head` of a slot on their way to L2, by one warp; nothing where the slot is none."""
+    if slot_is_valid(slot, num_slots):
+        address = slot_ptr(mPool, slot, head * STATE_ELEMENTS + row * HEAD).toint()
+        with cute.arch.elect_one():
+            cute.arch.inline_ptx(
+                "cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};",
+                read_only_args=[address, Int32(rows * HEAD * mPool.element_type.width // 8)],
+            )
+
+
+@cute.jit
 def store_state(S, mPool: cute.Tensor, slot: Int32, num_slots: Int32, head: Int32, row: Int32, column: Int32):
     """The thread's part of S, rounded once, to head `head` of a slot; nothing where the slot is none."""
     if slot_is_valid(slot, num_slots):

@@ -80,6 +80,7 @@ from ..device.prefill_state import (
     load_state,
     load_values,
     output_words,
+    prefetch_state,
     residual,
     scale_columns,
     scale_state,
@@ -94,6 +95,7 @@ from ..device.warp_ops import load_shared, store_shared
 THREADS = 512
 # Registers a thread of state, pairs and data; 512 in all for the four warpgroups.
 REGISTERS = {2: (176, 104, 56), 1: (208, 104, 88)}
+BLOCKS = {2: 132, 1: 66}  # heads at work at once: a block stays on its multiprocessor and takes item after item
 WORK_LIMIT = 1 << 30  # every slot of the workspace is a slot
 
 
@@ -178,7 +180,7 @@ class GdnPrefill:
             long_length, parts, scale,
             read_mma, token_mma, update_mma, pair_mma, input_layout, value_layout, update_layout, pair_layout,
         ).launch(
-            grid=[(3 - self.slabs) * hv * self.groups(cute.size(mReadIds), long_rows, parts), 1, 1],
+            grid=[(3 - self.slabs) * cutlass.min(hv * self.groups(cute.size(mReadIds), long_rows, parts), Int32(BLOCKS[self.slabs])), 1, 1],
             block=[THREADS, 1, 1],
             max_number_threads=[THREADS, 1, 1],
             min_blocks_per_mp=1,
@@ -236,6 +238,7 @@ class GdnPrefill:
     ):
         tidx, _, _ = cute.arch.thread_idx()
         item, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
         storage = cutlass.utils.SmemAllocator().allocate(self.storage_type)
         sK = storage.sK.get_tensor(input_layout.outer, swizzle=input_layout.inner)
         sQ = storage.sQ.get_tensor(input_layout.outer, swizzle=input_layout.inner)
@@ -292,8 +295,9 @@ class GdnPrefill:
             cute.arch.setmaxregister_decrease(data)
             if warp % 4 == 0:
                 self.run_producer(
-                    shared, item, slab, lane, tma_q, gQ, tma_k, gK, tma_v, gV, sQ, sK, sV, mA, mB, mALog, mDtBias, mReadIds,
-                    mWriteIds, mCuSeqlens, mKeptCu, mKeptEnds, mKeptSlots, hk, hv, num_slots, has_checkpoints, min_tokens,
+                    shared, item, hv * self.groups(cute.size(mReadIds), long_rows, parts), blocks // (3 - self.slabs), slab,
+                    lane, tma_q, gQ, tma_k, gK, tma_v, gV, sQ, sK, sV, mA, mB, mALog, mDtBias, mPool,
+                    mReadIds, mWriteIds, mCuSeqlens, mKeptCu, mKeptEnds, mKeptSlots, hk, hv, num_slots, has_checkpoints, min_tokens,
                     long_rows, long_length, parts,
                 )  # fmt: skip
             elif warp % 4 == 3:
@@ -337,18 +341,11 @@ class GdnPrefill:
         )  # fmt: skip
 
     @cute.jit
-    def run_producer(
-        self, shared, item, slab, lane, tma_q, gQ, tma_k, gK, tma_v, gV, sQ, sK, sV, mA, mB, mALog, mDtBias, mReadIds, mWriteIds,
-        mCuSeqlens, mKeptCu, mKeptEnds, mKeptSlots, hk, hv, num_slots, has_checkpoints, min_tokens, long_rows, long_length,
-        parts,
+    def find_work(
+        self, item, lane, mReadIds, mWriteIds, mCuSeqlens, hv, min_tokens, long_rows, long_length, parts,
     ):  # fmt: skip
-        """Walk the chunk list of the block's sequence and head: records, loads and gates of each chunk."""
-        head = item % hv
-        k_column = head // (hv // hk) * HEAD
-        v_column = head * HEAD + slab * 64
+        """An item's sequence, first flags (STOP: nothing to do), bounds in the sequence, slots, and its last chunk's flag."""
         rows = cute.size(mReadIds)
-        a_log = mALog[head]
-        bias = mDtBias[head]
         flags = Int32(int(Flag.FIRST))
         sequence = item // hv - long_rows * parts
         position, stop = Int32(0), Int32(0)
@@ -392,52 +389,74 @@ class GdnPrefill:
             write = mWriteIds[sequence]
             if (stop < min_tokens) | ((long_rows > 0) & (stop >= long_length)):
                 flags = Int32(int(Flag.STOP))
-        entry = Int32(0)
-        entry_end = Int32(0)
-        start = Int32(0)
-        if (flags & Flag.STOP) == 0:
-            start = mCuSeqlens[sequence]
-            if has_checkpoints != 0:
-                entry = mKeptCu[sequence]
-                entry_end = mKeptCu[sequence + 1]
+        return flags, sequence, position, stop, read, write, last_flag
+
+    @cute.jit
+    def run_producer(
+        self, shared, item, items, step, slab, lane, tma_q, gQ, tma_k, gK, tma_v, gV, sQ, sK, sV, mA, mB, mALog, mDtBias,
+        mPool, mReadIds, mWriteIds, mCuSeqlens, mKeptCu, mKeptEnds, mKeptSlots, hk, hv, num_slots, has_checkpoints,
+        min_tokens, long_rows, long_length, parts,
+    ):  # fmt: skip
+        """Walk the block's items, every `step`-th one, and the chunk list of each: records, loads and gates of each chunk."""
         stage, parity, stage_v, parity_v = Int32(0), Int32(0), Int32(0), Int32(0)
-        token_v = Int32(-1)
-        end, kept, entry = next_chunk(position, stop, entry, entry_end, mKeptEnds, mKeptSlots, num_slots)
-        raw = load_scalars(mA, start + position, end - position, head, lane)
-        logit = load_scalars(mB, start + position, end - position, head, lane)
-        while (flags & Flag.STOP) == 0:
-            token = start + position
-            count = end - position
-            last = end == stop
-            flags = flags | last_flag if last else flags
-            # The next chunk's gates are under way while this one waits; behind the last chunk there is an empty one.
-            next_end, next_kept, entry = next_chunk(end, stop, entry, entry_end, mKeptEnds, mKeptSlots, num_slots)
-            next_raw = load_scalars(mA, start + end, next_end - end, head, lane)
-            next_logit = load_scalars(mB, start + end, next_end - end, head, lane)
-            shared.inputs.wait_empty(stage, parity)
-            with cute.arch.elect_one():
-                write_record(shared.records, stage, [token, count, flags, head, read, write, kept, sequence])
-            shared.inputs.expect(stage, OPERAND_BYTES * (1 if self.key.transition else 2))
-            self.load_tile(tma_k, gK, sK, token, k_column, stage, shared.inputs)
-            if cutlass.const_expr(not self.key.transition):
-                self.load_tile(tma_q, gQ, sQ, token, k_column, stage, shared.inputs)
-            write_gates(raw, logit, bias, a_log, count, shared.vector_base + stage * VECTOR_BYTES, lane)
-            shared.inputs.publish(stage)
-            # V waits for the output that lies over an older V: one chunk behind K and Q it does not hold them up.
-            if token_v >= 0:
-                stage_v, parity_v = self.load_values(tma_v, gV, sV, token_v, v_column, stage_v, parity_v, shared.v)
-            token_v = token
-            stage, parity = advance(stage, parity, INPUT_STAGES)
-            position, end, kept = end, next_end, next_kept
-            raw, logit = next_raw, next_logit
-            flags = Int32(int(Flag.STOP)) if last else flags & Flag.IDENTITY
+        token_v, column_v = Int32(-1), Int32(0)
+        while item < items:
+            flags, sequence, position, stop, read, write, last_flag = self.find_work(
+                item, lane, mReadIds, mWriteIds, mCuSeqlens, hv, min_tokens, long_rows, long_length, parts
+            )
+            head = item % hv
+            a_log = mALog[head]
+            bias = mDtBias[head]
+            entry = Int32(0)
+            entry_end = Int32(0)
+            start = Int32(0)
+            if (flags & Flag.STOP) == 0:
+                if (flags & Flag.WORKSPACE) == 0:
+                    prefetch_state(mPool, read, num_slots, head, 64 * slab, 64 * self.slabs)
+                start = mCuSeqlens[sequence]
+                if has_checkpoints != 0:
+                    entry = mKeptCu[sequence]
+                    entry_end = mKeptCu[sequence + 1]
+            end, kept, entry = next_chunk(position, stop, entry, entry_end, mKeptEnds, mKeptSlots, num_slots)
+            raw = load_scalars(mA, start + position, end - position, head, lane)
+            logit = load_scalars(mB, start + position, end - position, head, lane)
+            while (flags & Flag.STOP) == 0:
+                token = start + position
+                count = end - position
+                last = end == stop
+                flags = flags | last_flag if last else flags
+                # The next chunk's gates are under way while this one waits; behind the last chunk there is an empty one.
+                next_end, next_kept, entry = next_chunk(end, stop, entry, entry_end, mKeptEnds, mKeptSlots, num_slots)
+                next_raw = load_scalars(mA, start + end, next_end - end, head, lane)
+                next_logit = load_scalars(mB, start + end, next_end - end, head, lane)
+                shared.inputs.wait_empty(stage, parity)
+                with cute.arch.elect_one():
+                    write_record(shared.records, stage, [token, count, flags, head, read, write, kept, sequence])
+                shared.inputs.expect(stage, OPERAND_BYTES * (1 if self.key.transition else 2))
+                k_column = head // (hv // hk) * HEAD
+                self.load_tile(tma_k, gK, sK, token, k_column, stage, shared.inputs)
+                if cutlass.const_expr(not self.key.transition):
+                    self.load_tile(tma_q, gQ, sQ, token, k_column, stage, shared.inputs)
+                write_gates(raw, logit, bias, a_log, count, shared.vector_base + stage * VECTOR_BYTES, lane)
+                shared.inputs.publish(stage)
+                # V waits for the output that lies over an older V: one chunk behind K and Q it does not hold them up.
+                if token_v >= 0:
+                    stage_v, parity_v = self.load_values(tma_v, gV, sV, token_v, column_v, stage_v, parity_v, shared.v)
+                token_v, column_v = token, head * HEAD + slab * 64
+                stage, parity = advance(stage, parity, INPUT_STAGES)
+                position, end, kept = end, next_end, next_kept
+                raw, logit = next_raw, next_logit
+                flags = Int32(int(Flag.STOP)) if last else flags & Flag.IDENTITY
+            item += step
         if token_v >= 0:
-            self.load_values(tma_v, gV, sV, token_v, v_column, stage_v, parity_v, shared.v)
+            self.load_values(tma_v, gV, sV, token_v, column_v, stage_v, parity_v, shared.v)
         none = Int32(-1)
         for _ in cutlass.range_constexpr(3 - self.slabs):  # every pairs warpgroup finds one
             shared.inputs.wait_empty(stage, parity)
             with cute.arch.elect_one():
-                write_record(shared.records, stage, [Int32(0), Int32(0), flags, head, none, none, none, sequence])
+                write_record(
+                    shared.records, stage, [Int32(0), Int32(0), Int32(int(Flag.STOP)), *(none for _ in range(5))]
+                )
             for _ in cutlass.range_constexpr(2):
                 shared.inputs.publish(stage)
             stage, parity = advance(stage, parity, INPUT_STAGES)
@@ -482,9 +501,6 @@ class GdnPrefill:
         shared.inputs.wait_full(stage, parity)
         record = read_record(shared.records, stage)
         S.fill(0.0)
-        if (record[Field.FLAGS] & Flag.STOP) == 0:
-            self.start_state(S, mPool, mWork, record, num_slots, row, column)
-        shared.keys.wait_full(stage, parity)
         # Output of the chunk before, stored while this chunk's first product runs.
         words = cute.make_rmem_tensor(cute.make_layout(16), Uint32)
         words.fill(0)
@@ -493,6 +509,9 @@ class GdnPrefill:
             count, flags, head = record[Field.COUNT], record[Field.FLAGS], record[Field.HEAD]
             vector = shared.vector_base + stage * VECTOR_BYTES
             tile = own_values + stage * shared.value_bytes
+            if (flags & Flag.FIRST) != 0:
+                self.start_state(S, mPool, mWork, record, num_slots, row, column)
+            shared.keys.wait_full(stage, parity)
             left_s = as_left_operand(S, read_shape, BFloat16)
             shared.v.wait_full(stage, parity)
             warpgroup.fence()
@@ -550,7 +569,7 @@ class GdnPrefill:
                     store_state(S, mPool, record[Field.WRITE], num_slots, head, row, column)
             stage, parity = advance(stage, parity, INPUT_STAGES)
             work, work_parity = advance(work, work_parity, WORK_STAGES)
-            shared.keys.wait_full(stage, parity)
+            shared.inputs.wait_full(stage, parity)
             record = read_record(shared.records, stage)
         if cutlass.const_expr(not self.key.transition):
             store_output_tile(words, done, own_values + done_stage * shared.value_bytes, warp, lane)
