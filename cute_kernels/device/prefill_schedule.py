@@ -11,7 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from .prefill_layout import CHUNK
+from .prefill_layout import CHUNK, Flag
 from .state_io import slot_is_valid
 
 
@@ -72,7 +72,101 @@ def find_long_row(mCu: cute.Tensor, rows: Int32, index: Int32, long_length: Int3
 
 
 @cute.jit
+def next_item(
+    item: Int32,
+    items: Int32,
+    step: Int32,
+    mCu: cute.Tensor,
+    hv: Int32,
+    before: Int32,
+    min_tokens: Int32,
+    max_tokens: Int32,
+    lane: Int32,
+):
+    """The first of `item`, `item + step`, … below `items` that has work, or `items` or more; all lanes of one warp.
+
+    `hv` items are one group; the first `before` groups are segments of long rows, later ones a sequence each, with work where its
+    length is in [min_tokens, max_tokens).
+    """
+    searching = item < items
+    while searching:
+        mine = item + lane * step
+        sequence = mine // hv - before
+        works = mine < items
+        if works & (sequence >= 0):
+            length = mCu[sequence + 1] - mCu[sequence]
+            works = (length >= min_tokens) & (length < max_tokens)
+        mask = cute.arch.vote_ballot_sync(works)
+        if mask != 0:
+            item += step * cute.arch.popc((mask & -mask) - 1)
+            searching = False
+        else:
+            item += 32 * step
+            searching = item < items
+    return cute.arch.make_warp_uniform(item)
+
+
+@cute.jit
 def segment_bounds(length: Int32, segment: Int32, parts: Int32):
     """First and last-plus-one token of a segment of a long sequence."""
     size = ((length + parts * CHUNK - 1) // (parts * CHUNK)) * CHUNK
     return cutlass.min(segment * size, length), cutlass.min((segment + 1) * size, length)
+
+
+@cute.jit
+def find_work(
+    item: Int32,
+    lane: Int32,
+    mReadIds: cute.Tensor,
+    mWriteIds: cute.Tensor,
+    mCuSeqlens: cute.Tensor,
+    hv: Int32,
+    long_rows: Int32,
+    long_length: Int32,
+    parts: Int32,
+    transition: cutlass.Constexpr,
+):
+    """An item's sequence, first flags (STOP: nothing to do), bounds in the sequence, slots, and its last chunk's flag."""
+    rows = cute.size(mReadIds)
+    flags = Int32(int(Flag.FIRST))
+    sequence = item // hv - long_rows * parts
+    position, stop = Int32(0), Int32(0)
+    read, write, last_flag = Int32(-1), Int32(-1), Int32(int(Flag.LAST))
+    if cutlass.const_expr(transition):
+        # Items of a long row: the end of its first segment, then (state from zero, transition) of each inner one.
+        per_row = 2 * parts - 3
+        index = (item // hv) // per_row
+        place = (item // hv) % per_row
+        segment = (place + 1) // 2
+        sequence = find_long_row(mCuSeqlens, rows, index, long_length, lane)
+        if sequence >= 0:
+            position, stop = segment_bounds(mCuSeqlens[sequence + 1] - mCuSeqlens[sequence], segment, parts)
+            write = 2 * (index * (parts - 1) + segment)
+            if place == 0:
+                read = mReadIds[sequence]
+                flags = flags | Flag.KEEP_START
+            elif place % 2 == 0:
+                write += 1
+                flags = flags | Flag.IDENTITY
+        if position >= stop:
+            flags = Int32(int(Flag.STOP))
+    elif sequence < 0:
+        index = (item // hv) // parts
+        segment = (item // hv) % parts
+        sequence = find_long_row(mCuSeqlens, rows, index, long_length, lane)
+        if sequence >= 0:
+            length = mCuSeqlens[sequence + 1] - mCuSeqlens[sequence]
+            position, stop = segment_bounds(length, segment, parts)
+            base = 2 * index * (parts - 1)
+            read = base + 1 if segment == 0 else base + 2 * (segment - 1)
+            flags = flags | Flag.WORKSPACE
+            write = mWriteIds[sequence]
+            if stop < length:
+                last_flag = Int32(0)
+        if position >= stop:
+            flags = Int32(int(Flag.STOP))
+    else:
+        stop = mCuSeqlens[sequence + 1] - mCuSeqlens[sequence]
+        read = mReadIds[sequence]
+        write = mWriteIds[sequence]
+    return flags, sequence, position, stop, read, write, last_flag

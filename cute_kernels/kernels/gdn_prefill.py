@@ -71,7 +71,7 @@ from ..device.prefill_layout import (
     Flag,
 )
 from ..device.prefill_pairs import run_pairs
-from ..device.prefill_schedule import find_long_row, next_chunk, segment_bounds
+from ..device.prefill_schedule import find_work, next_chunk, next_item
 from ..device.prefill_state import (
     as_left_operand,
     clear_tile_columns,
@@ -173,6 +173,7 @@ class GdnPrefill:
             sP: cute.struct.Align[cute.struct.MemRange[Float16, cute.cosize(pair_layout)], 1024]
 
         self.storage_type = SharedStorage
+        items = hv * self.groups(cute.size(mReadIds), long_rows, parts)
         self.kernel.set_name_prefix(self.key.symbol(), remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(
             tma_q, gQ, tma_k, gK, tma_v, gV, tma_out, gOut, mA, mB, mALog, mDtBias, mPool, mReadIds, mWriteIds, mCuSeqlens,
@@ -180,7 +181,7 @@ class GdnPrefill:
             long_length, parts, scale,
             read_mma, token_mma, update_mma, pair_mma, input_layout, value_layout, update_layout, pair_layout,
         ).launch(
-            grid=[(3 - self.slabs) * cutlass.min(hv * self.groups(cute.size(mReadIds), long_rows, parts), Int32(BLOCKS[self.slabs])), 1, 1],
+            grid=[(3 - self.slabs) * cutlass.min(items, Int32(BLOCKS[self.slabs])), 1, 1],
             block=[THREADS, 1, 1],
             max_number_threads=[THREADS, 1, 1],
             min_blocks_per_mp=1,
@@ -296,9 +297,9 @@ class GdnPrefill:
             if warp % 4 == 0:
                 self.run_producer(
                     shared, item, hv * self.groups(cute.size(mReadIds), long_rows, parts), blocks // (3 - self.slabs), slab,
-                    lane, tma_q, gQ, tma_k, gK, tma_v, gV, sQ, sK, sV, mA, mB, mALog, mDtBias, mPool,
-                    mReadIds, mWriteIds, mCuSeqlens, mKeptCu, mKeptEnds, mKeptSlots, hk, hv, num_slots, has_checkpoints, min_tokens,
-                    long_rows, long_length, parts,
+                    lane, tma_q, gQ, tma_k, gK, tma_v, gV, sQ, sK, sV, mA, mB, mALog, mDtBias, mPool, mReadIds, mWriteIds,
+                    mCuSeqlens, mKeptCu, mKeptEnds, mKeptSlots, hk, hv, num_slots, has_checkpoints, min_tokens, long_rows,
+                    long_length, parts,
                 )  # fmt: skip
             elif warp % 4 == 3:
                 if cutlass.const_expr(not self.key.transition):
@@ -341,57 +342,6 @@ class GdnPrefill:
         )  # fmt: skip
 
     @cute.jit
-    def find_work(
-        self, item, lane, mReadIds, mWriteIds, mCuSeqlens, hv, min_tokens, long_rows, long_length, parts,
-    ):  # fmt: skip
-        """An item's sequence, first flags (STOP: nothing to do), bounds in the sequence, slots, and its last chunk's flag."""
-        rows = cute.size(mReadIds)
-        flags = Int32(int(Flag.FIRST))
-        sequence = item // hv - long_rows * parts
-        position, stop = Int32(0), Int32(0)
-        read, write, last_flag = Int32(-1), Int32(-1), Int32(int(Flag.LAST))
-        if cutlass.const_expr(self.key.transition):
-            # Items of a long row: the end of its first segment, then (state from zero, transition) of each inner one.
-            per_row = 2 * parts - 3
-            index = (item // hv) // per_row
-            place = (item // hv) % per_row
-            segment = (place + 1) // 2
-            sequence = find_long_row(mCuSeqlens, rows, index, long_length, lane)
-            if sequence >= 0:
-                position, stop = segment_bounds(mCuSeqlens[sequence + 1] - mCuSeqlens[sequence], segment, parts)
-                write = 2 * (index * (parts - 1) + segment)
-                if place == 0:
-                    read = mReadIds[sequence]
-                    flags = flags | Flag.KEEP_START
-                elif place % 2 == 0:
-                    write += 1
-                    flags = flags | Flag.IDENTITY
-            if position >= stop:
-                flags = Int32(int(Flag.STOP))
-        elif sequence < 0:
-            index = (item // hv) // parts
-            segment = (item // hv) % parts
-            sequence = find_long_row(mCuSeqlens, rows, index, long_length, lane)
-            if sequence >= 0:
-                length = mCuSeqlens[sequence + 1] - mCuSeqlens[sequence]
-                position, stop = segment_bounds(length, segment, parts)
-                base = 2 * index * (parts - 1)
-                read = base + 1 if segment == 0 else base + 2 * (segment - 1)
-                flags = flags | Flag.WORKSPACE
-                write = mWriteIds[sequence]
-                if stop < length:
-                    last_flag = Int32(0)
-            if position >= stop:
-                flags = Int32(int(Flag.STOP))
-        else:
-            stop = mCuSeqlens[sequence + 1] - mCuSeqlens[sequence]
-            read = mReadIds[sequence]
-            write = mWriteIds[sequence]
-            if (stop < min_tokens) | ((long_rows > 0) & (stop >= long_length)):
-                flags = Int32(int(Flag.STOP))
-        return flags, sequence, position, stop, read, write, last_flag
-
-    @cute.jit
     def run_producer(
         self, shared, item, items, step, slab, lane, tma_q, gQ, tma_k, gK, tma_v, gV, sQ, sK, sV, mA, mB, mALog, mDtBias,
         mPool, mReadIds, mWriteIds, mCuSeqlens, mKeptCu, mKeptEnds, mKeptSlots, hk, hv, num_slots, has_checkpoints,
@@ -400,9 +350,15 @@ class GdnPrefill:
         """Walk the block's items, every `step`-th one, and the chunk list of each: records, loads and gates of each chunk."""
         stage, parity, stage_v, parity_v = Int32(0), Int32(0), Int32(0), Int32(0)
         token_v, column_v = Int32(-1), Int32(0)
+        before, max_tokens = Int32(0), Int32(WORK_LIMIT)
+        if cutlass.const_expr(self.key.transition):
+            before = items  # all items are segments
+        elif long_rows > 0:
+            before, max_tokens = long_rows * parts, long_length
+        item = next_item(item, items, step, mCuSeqlens, hv, before, min_tokens, max_tokens, lane)
         while item < items:
-            flags, sequence, position, stop, read, write, last_flag = self.find_work(
-                item, lane, mReadIds, mWriteIds, mCuSeqlens, hv, min_tokens, long_rows, long_length, parts
+            flags, sequence, position, stop, read, write, last_flag = find_work(
+                item, lane, mReadIds, mWriteIds, mCuSeqlens, hv, long_rows, long_length, parts, self.key.transition
             )
             head = item % hv
             a_log = mALog[head]
@@ -447,7 +403,7 @@ class GdnPrefill:
                 position, end, kept = end, next_end, next_kept
                 raw, logit = next_raw, next_logit
                 flags = Int32(int(Flag.STOP)) if last else flags & Flag.IDENTITY
-            item += step
+            item = next_item(item + step, items, step, mCuSeqlens, hv, before, min_tokens, max_tokens, lane)
         if token_v >= 0:
             self.load_values(tma_v, gV, sV, token_v, column_v, stage_v, parity_v, shared.v)
         none = Int32(-1)
