@@ -49,8 +49,10 @@ def test_ragged_lengths(dtype, path):
     check(RAGGED_LENGTHS, dtype=dtype, path=path)
 
 
-def test_more_sequences_than_the_chip_holds():
-    check([70, 3, 64, 1] * 20, hk=4, hv=16)
+@pytest.mark.parametrize("path", PATHS)
+def test_more_sequences_than_the_chip_holds(path):
+    """A block takes many items in turn, and passes over those that are another launch's."""
+    check([70, 3, 64, 0, 1, 200] * 16, hk=4, hv=16, path=path)
 
 
 @pytest.mark.parametrize("path", PATHS)
