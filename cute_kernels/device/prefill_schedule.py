@@ -14,6 +14,9 @@ from cutlass import Int32
 from .prefill_layout import CHUNK, Flag
 from .state_io import slot_is_valid
 
+FIRST_CLASS = 8192
+CLASSES = 5
+
 
 @cute.jit
 def next_chunk(
@@ -72,38 +75,46 @@ def find_long_row(mCu: cute.Tensor, rows: Int32, index: Int32, long_length: Int3
 
 
 @cute.jit
-def next_item(
-    item: Int32,
-    items: Int32,
-    step: Int32,
+def next_row(
+    rank: Int32,
     mCu: cute.Tensor,
-    hv: Int32,
-    before: Int32,
+    rows: Int32,
     min_tokens: Int32,
     max_tokens: Int32,
+    length_class: Int32,
+    base: Int32,
+    seen: Int32,
     lane: Int32,
 ):
-    """The first of `item`, `item + step`, … below `items` that has work, or `items` or more; all lanes of one warp.
+    """The row of a rank among those with min_tokens <= length < max_tokens, longest class first, or -1; all lanes of one warp.
 
-    `hv` items are one group; the first `before` groups are segments of long rows, later ones a sequence each, with work where its
-    length is in [min_tokens, max_tokens).
+    A class is a range of lengths four times as long as it is short (`FIRST_CLASS` tokens and more, …, the rest); within one, rows
+    keep their order. `length_class`, `base`, `seen` are where the search stands: before row `base` of the class there are `seen`
+    ranks. Start from zeros, ask for ascending ranks, and hand back what is returned after the row.
     """
-    searching = item < items
-    while searching:
-        mine = item + lane * step
-        sequence = mine // hv - before
-        works = mine < items
-        if works & (sequence >= 0):
-            length = mCu[sequence + 1] - mCu[sequence]
-            works = (length >= min_tokens) & (length < max_tokens)
-        mask = cute.arch.vote_ballot_sync(works)
-        if mask != 0:
-            item += step * cute.arch.popc((mask & -mask) - 1)
-            searching = False
+    found = Int32(-1)
+    while (found < 0) & (length_class < CLASSES):
+        i = base + lane
+        shortest = Int32(FIRST_CLASS) >> (2 * length_class)
+        beyond = shortest << 2 if length_class > 0 else max_tokens
+        shortest = shortest if length_class < CLASSES - 1 else Int32(0)
+        inside = i < rows
+        if inside:
+            length = mCu[i + 1] - mCu[i]
+            inside = (length >= cutlass.max(shortest, min_tokens)) & (length < cutlass.min(beyond, max_tokens))
+        mask = cute.arch.vote_ballot_sync(inside)
+        count = cute.arch.popc(mask)
+        if seen + count > rank:
+            place = seen + cute.arch.popc(mask & ((Int32(1) << lane) - 1))
+            hit = cute.arch.vote_ballot_sync(inside & (place == rank))
+            found = base + cute.arch.popc(hit - 1)
         else:
-            item += 32 * step
-            searching = item < items
-    return cute.arch.make_warp_uniform(item)
+            seen += count
+            base += 32
+            if base >= rows:
+                base = Int32(0)
+                length_class += 1
+    return cute.arch.make_warp_uniform(found), length_class, base, seen
 
 
 @cute.jit
@@ -115,28 +126,30 @@ def segment_bounds(length: Int32, segment: Int32, parts: Int32):
 
 @cute.jit
 def find_work(
-    item: Int32,
+    group: Int32,
+    row: Int32,
     lane: Int32,
     mReadIds: cute.Tensor,
     mWriteIds: cute.Tensor,
     mCuSeqlens: cute.Tensor,
-    hv: Int32,
-    long_rows: Int32,
     long_length: Int32,
     parts: Int32,
     transition: cutlass.Constexpr,
 ):
-    """An item's sequence, first flags (STOP: nothing to do), bounds in the sequence, slots, and its last chunk's flag."""
+    """Sequence, first flags (STOP: nothing to do), bounds in the sequence, slots, and last chunk's flag of a group of items.
+
+    `row` is the group's sequence, or -1 where the group is a segment of a long row.
+    """
     rows = cute.size(mReadIds)
     flags = Int32(int(Flag.FIRST))
-    sequence = item // hv - long_rows * parts
+    sequence = row
     position, stop = Int32(0), Int32(0)
     read, write, last_flag = Int32(-1), Int32(-1), Int32(int(Flag.LAST))
     if cutlass.const_expr(transition):
         # Items of a long row: the end of its first segment, then (state from zero, transition) of each inner one.
         per_row = 2 * parts - 3
-        index = (item // hv) // per_row
-        place = (item // hv) % per_row
+        index = group // per_row
+        place = group % per_row
         segment = (place + 1) // 2
         sequence = find_long_row(mCuSeqlens, rows, index, long_length, lane)
         if sequence >= 0:
@@ -151,8 +164,8 @@ def find_work(
         if position >= stop:
             flags = Int32(int(Flag.STOP))
     elif sequence < 0:
-        index = (item // hv) // parts
-        segment = (item // hv) % parts
+        index = group // parts
+        segment = group % parts
         sequence = find_long_row(mCuSeqlens, rows, index, long_length, lane)
         if sequence >= 0:
             length = mCuSeqlens[sequence + 1] - mCuSeqlens[sequence]

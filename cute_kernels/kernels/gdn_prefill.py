@@ -71,7 +71,7 @@ from ..device.prefill_layout import (
     Flag,
 )
 from ..device.prefill_pairs import run_pairs
-from ..device.prefill_schedule import find_work, next_chunk, next_item
+from ..device.prefill_schedule import find_work, next_chunk, next_row
 from ..device.prefill_state import (
     as_left_operand,
     clear_tile_columns,
@@ -355,11 +355,31 @@ class GdnPrefill:
             before = items  # all items are segments
         elif long_rows > 0:
             before, max_tokens = long_rows * parts, long_length
-        item = next_item(item, items, step, mCuSeqlens, hv, before, min_tokens, max_tokens, lane)
+        length_class, base, seen = Int32(0), Int32(0), Int32(0)
         while item < items:
-            flags, sequence, position, stop, read, write, last_flag = find_work(
-                item, lane, mReadIds, mWriteIds, mCuSeqlens, hv, long_rows, long_length, parts, self.key.transition
+            group = item // hv
+            row = Int32(-1)
+            if group >= before:
+                row, length_class, base, seen = next_row(
+                    group - before,
+                    mCuSeqlens,
+                    cute.size(mReadIds),
+                    min_tokens,
+                    max_tokens,
+                    length_class,
+                    base,
+                    seen,
+                    lane,
+                )
+            flags, sequence, position, stop, read, write, last_flag = (
+                Int32(int(Flag.STOP)),
+                row,
+                *(Int32(0) for _ in range(5)),
             )
+            if (group < before) | (row >= 0):
+                flags, sequence, position, stop, read, write, last_flag = find_work(
+                    group, row, lane, mReadIds, mWriteIds, mCuSeqlens, long_length, parts, self.key.transition
+                )
             head = item % hv
             a_log = mALog[head]
             bias = mDtBias[head]
@@ -403,7 +423,8 @@ class GdnPrefill:
                 position, end, kept = end, next_end, next_kept
                 raw, logit = next_raw, next_logit
                 flags = Int32(int(Flag.STOP)) if last else flags & Flag.IDENTITY
-            item = next_item(item + step, items, step, mCuSeqlens, hv, before, min_tokens, max_tokens, lane)
+            # Behind the last row with work there is none.
+            item = item + step if (group < before) | (row >= 0) else items
         if token_v >= 0:
             self.load_values(tma_v, gV, sV, token_v, column_v, stage_v, parity_v, shared.v)
         none = Int32(-1)
