@@ -30,8 +30,8 @@ def _parser() -> argparse.ArgumentParser:
     whole.add_argument("--out", type=Path, required=True, help="a folder: one file a family")
     whole.add_argument("--device", default="cuda", help="cuda, or cpu to exercise the harness only")
     whole.add_argument("--commit", help="commit to record where the tree has no history")
-    whole.add_argument("--budget", type=float, default=420.0, help="seconds of measuring; what does not fit is named")
-    whole.add_argument("--compile-limit", type=float, default=240.0, help="seconds for peers to compile and tune in")
+    whole.add_argument("--total", type=float, default=480.0, help="seconds for everything; what does not fit is named")
+    whole.add_argument("--compile-limit", type=float, default=150.0, help="seconds for peers to compile and tune in")
     whole.add_argument("--jobs", type=int, help="processes that compile; one a core by default")
     warm = commands.add_parser("warm", help="compile and tune the peers ahead of a run, in parallel processes")
     warm.add_argument("--jobs", type=int, help="processes; one a core by default")
@@ -82,6 +82,7 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         from .matrix import Turn
 
         options.budget, cold = Turn(options.turn).wait()
+        cases.sort(key=lambda case: case.late)
     by_name = {case.name: case for case in cases}
 
     def save(result: dict[str, Any]) -> list[Path]:
@@ -154,7 +155,7 @@ def _all(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         peer_names=options.peers,
         device=options.device,
         commit=options.commit,
-        budget_s=options.budget,
+        total_s=options.total,
         compile_limit_s=options.compile_limit,
         jobs=options.jobs,
         command=" ".join(["python", "-m", "perf", *arguments]),

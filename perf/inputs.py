@@ -17,7 +17,7 @@ from .geometries import CONV_WIDTH, HEAD_DIM, Geometry
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 STATE_SCALE = 0.1
 SEED = 20_240_611
-KEPT = 2  # shared inputs of one geometry take a few gigabytes
+KEPT = 8  # shared inputs of one geometry take up to a few gigabytes
 Made = TypeVar("Made")
 
 

@@ -22,14 +22,16 @@ from .cases import Case
 from .warm import pattern, warm
 
 FAMILIES = {
-    "step": ("decode", "verify"),
     "conv": ("conv",),
     "gdn_prefill": ("gdn_prefill",),
     "kda_prefill": ("kda_prefill",),
+    "step": ("decode", "verify"),
 }
+COST = {"conv": 0.7, "gdn_prefill": 2.0, "kda_prefill": 1.5, "step": 1.0}  # of a case, relative: how time is shared
 IN_MEMORY = {"gdn_prefill": "flashinfer", "kda_prefill": "cudnn"}
-COMPILE_LIMIT_S = 240.0  # what is not ready then is measured without the peers that it waits for
-GRACE_S = 60.0  # beyond its budget, for the case in hand and the start
+COMPILE_LIMIT_S = 150.0  # what is not warm then is measured without the peers that keep kernels on disk
+START_S = 8.0  # of a family's turn: imports are done, copy bandwidth and matrix rate are not
+GRACE_S = 15.0  # beyond its share, for the case in hand
 
 
 @dataclass
@@ -80,7 +82,7 @@ class Family:
 
 
 def by_family(cases: Sequence[Case], folder: Path) -> list[Family]:
-    """Families that have cases, in the order they are measured."""
+    """Families that have cases, in the order they are measured when all are ready."""
     found = []
     for name, files in FAMILIES.items():
         chosen = [case for case in cases if case.file in files]
@@ -96,7 +98,7 @@ def measure(
     peer_names: str = "all",
     device: str = "cuda",
     commit: str | None = None,
-    budget_s: float = 420.0,
+    total_s: float = 480.0,
     compile_limit_s: float = COMPILE_LIMIT_S,
     jobs: int | None = None,
     command: str = "",
@@ -105,9 +107,10 @@ def measure(
     """Measure cases into `out`, one file a family; gives the families whose process failed.
 
     Args:
-        budget_s: seconds of measuring, over all families; a family may use what those before it left. What does not fit is
-            named in its file.
-        compile_limit_s: seconds for peers to compile in; groups that are not done are measured without them, and say so.
+        total_s: seconds for everything. Each family gets a share of what is left, by cases and their cost; cases that do not
+            fit are named in its file, the late ones of the registry first.
+        compile_limit_s: seconds for the peers that keep kernels on disk; groups that are not done are measured without them,
+            and say so.
         jobs: processes of the compile phase.
         command: what to record as the command.
     """
@@ -127,32 +130,46 @@ def measure(
             )
         on_disk = {name: [peer for peer in wanted if peer != IN_MEMORY.get(name)] for name in FAMILIES}
         cold = warm(cases, on_disk.__getitem__, jobs, say, limit_s=compile_limit_s)
-        while any(_is_compiling(family) for family in families):
-            time.sleep(0.1)
-        say(f"peers compiled and tuned in {time.monotonic() - began:.0f} s; without: {cold or 'none'}")
-        return _give_turns(families, budget_s, cold, say)
+        say(f"peers compiled and tuned in {time.monotonic() - began:.0f} s; cold: {cold or 'none'}")
+        try:
+            return _give_turns(families, began + total_s, cold, say)
+        finally:
+            for family in families:
+                if family.process is not None and family.process.poll() is None:
+                    family.process.kill()
 
 
-def _is_compiling(family: Family) -> bool:
-    assert family.process is not None
-    return family.process.poll() is None and not family.turn.ready.exists()
+def _next(families: Sequence[Family], deadline: float) -> Family:
+    """The first family that is ready: one may still compile while another is measured, which its processor does not feel."""
+    while time.monotonic() < deadline:
+        for family in families:
+            assert family.process is not None
+            if family.turn.ready.exists() or family.process.poll() is not None:
+                return family
+        time.sleep(0.1)
+    return families[0]
 
 
 def _give_turns(
-    families: Sequence[Family], budget_s: float, cold: Sequence[tuple[str, str]], say: Callable[[str], None]
+    families: Sequence[Family], deadline: float, cold: Sequence[tuple[str, str]], say: Callable[[str], None]
 ) -> list[str]:
     failed = []
-    began = time.monotonic()
-    for family in families:
+    left = list(families)
+    while left:
+        family = _next(left, deadline)
         assert family.process is not None
-        left = budget_s - (time.monotonic() - began)
-        family.turn.give(max(left, 1.0), cold)
+        weights = {other.name: len(other.cases) * COST[other.name] for other in left}
+        remaining = deadline - time.monotonic()
+        share = (remaining - START_S * len(left)) * weights[family.name] / sum(weights.values())
+        left.remove(family)
+        began = time.monotonic()
+        family.turn.give(max(share, 1.0) + START_S, cold)
         try:
-            status = family.process.wait(max(left, 1.0) + GRACE_S)
+            status = family.process.wait(max(min(share + START_S + GRACE_S, remaining), 1.0))
         except subprocess.TimeoutExpired:
             family.process.kill()
             status = -1
         if status:
             failed.append(family.name)
-        say(f"{family.name}: status {status}, {time.monotonic() - began:.0f} s of measuring so far")
+        say(f"{family.name}: status {status}, {time.monotonic() - began:.0f} s of {share + START_S:.0f}")
     return failed

@@ -6,6 +6,8 @@ so that a run which comes after finds it there. Tuning here shares the GPU among
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import importlib
 import math
 import os
@@ -15,11 +17,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from .cases import Case
 
 POOL_BYTES = 2**29
 FIRST = ("Q1", "G1")
+COMPILE_THREADS = 4
 
 
 def warm_group(cases: Sequence[Case], peer_names: str) -> list[str]:
@@ -31,6 +35,7 @@ def warm_group(cases: Sequence[Case], peer_names: str) -> list[str]:
     from .run import BENCHES, SHARED_ROWS
 
     adapters, _ = peers.load(peer_names)
+    _compile_configs_together()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ws = Workspace(device, POOL_BYTES, SHARED_ROWS if device.type == "cuda" else 0)
     failures = []
@@ -50,16 +55,50 @@ def warm_group(cases: Sequence[Case], peer_names: str) -> list[str]:
     return failures
 
 
+def _compile_configs_together() -> None:
+    """Make Triton's tuner compile all of a kernel's configurations in threads before it times them one by one.
+
+    What it times and chooses is the same; a configuration that does not compile here is left to the tuner to find out.
+    """
+    try:
+        from triton.runtime.autotuner import Autotuner
+    except ImportError:
+        return
+    prune = Autotuner.prune_configs
+
+    def prune_and_compile(self: Any, kwargs: dict[str, Any]) -> Any:
+        configs = prune(self, kwargs)
+        arguments = list(self.nargs.values())
+
+        def compile_one(config: Any) -> None:
+            with contextlib.suppress(Exception):
+                self.fn.run(*arguments, **{**kwargs, **config.all_kwargs(), "warmup": True})
+
+        if len(configs) > 1:
+            with concurrent.futures.ThreadPoolExecutor(COMPILE_THREADS) as pool:
+                list(pool.map(compile_one, configs))
+        return configs
+
+    Autotuner.prune_configs = prune_and_compile
+
+
 def group_of(case: Case) -> tuple[str, str]:
     """What a case's peers are compiled with: its family and geometry (verify: and drafts, for which there are other kernels)."""
     drafts = f":T{case.workload.lengths[0]}" if case.op.endswith("_verify") else ""
     return "step" if case.file in ("decode", "verify") else case.file, case.geometry.id + drafts
 
 
+def _urgency(case: Case) -> int:
+    """Order in which groups are warmed: what is compared most first, other geometries of prefill, which take longest, last."""
+    if case.geometry.id in FIRST:
+        return 0 if "prefill" in case.file else 1
+    return 3 if "prefill" in case.file else 2
+
+
 def groups(cases: Sequence[Case]) -> dict[tuple[str, str], list[Case]]:
-    """Cases by `group_of`; prefill of the first geometries first, whose peers take longest and matter most."""
+    """Cases by `group_of`, the most urgent first."""
     found: dict[tuple[str, str], list[Case]] = {}
-    for case in sorted(cases, key=lambda case: ("prefill" not in case.file, case.geometry.id not in FIRST)):
+    for case in sorted(cases, key=_urgency):
         found.setdefault(group_of(case), []).append(case)
     return found
 
@@ -92,8 +131,9 @@ def warm(
             out = (
                 subprocess.DEVNULL if logs is None else (logs / f"{family}-{re.sub(r'[/:]', '_', name)}.log").open("w")
             )
+            nice = ["nice", "-n", str(5 * _urgency(by_group[key][0]))]
             process = subprocess.Popen(
-                [*command, "--peers", ",".join(peers_of(family))], stdout=out, stderr=subprocess.STDOUT, text=True,
+                [*nice, *command, "--peers", ",".join(peers_of(family))], stdout=out, stderr=subprocess.STDOUT, text=True,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )  # fmt: skip
             running[key] = process, time.monotonic()
