@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from . import peers
@@ -31,6 +31,7 @@ COST = {"conv": 0.7, "gdn_prefill": 2.0, "kda_prefill": 1.5, "step": 1.0}  # of 
 IN_MEMORY = {"gdn_prefill": "flashinfer", "kda_prefill": "cudnn"}
 COMPILE_LIMIT_S = 150.0  # what is not warm then is measured without the peers that keep kernels on disk
 START_S = 8.0  # of a family's turn: imports are done, copy bandwidth and matrix rate are not
+PATIENCE_S = 30.0  # for a peer that still compiles when nothing else is left to measure
 GRACE_S = 15.0  # beyond its share, for the case in hand
 
 
@@ -78,7 +79,30 @@ class Family:
     name: str
     cases: list[Case]
     turn: Turn
+    arguments: list[str] = field(default_factory=list)
     process: subprocess.Popen[bytes] | None = None
+
+    def start(self, peer_names: Sequence[str]) -> None:
+        """Start the process that measures, beside these peers; one that still runs is ended."""
+        self.stop()
+        kept = IN_MEMORY.get(self.name)
+        more = ["--peers", ",".join(peer_names) or "none", *(["--warm-here", kept] if kept in peer_names else [])]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "compact_state.perf", "run", *self.arguments, *more],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    def stop(self) -> None:
+        """End the process if it runs."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it waits for its turn, or has ended."""
+        assert self.process is not None
+        return self.turn.ready.exists() or self.process.poll() is not None
 
 
 def by_family(cases: Sequence[Case], folder: Path) -> list[Family]:
@@ -119,44 +143,50 @@ def measure(
     with tempfile.TemporaryDirectory() as temporary:
         families = by_family(cases, Path(temporary))
         for family in families:
-            arguments = ["--case", pattern(family.cases), "--peers", peer_names, "--device", device, "--out", str(out)]
-            arguments += ["--turn", str(family.turn.stem), "--record", command]
-            arguments += ["--commit", commit] if commit else []
-            kept = IN_MEMORY.get(family.name)
-            arguments += ["--warm-here", kept] if kept in wanted else []
-            family.process = subprocess.Popen(
-                [sys.executable, "-m", "compact_state.perf", "run", *arguments],
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
+            family.arguments = ["--case", pattern(family.cases), "--device", device, "--out", str(out)]
+            family.arguments += ["--turn", str(family.turn.stem), "--record", command]
+            family.arguments += ["--commit", commit] if commit else []
+            family.start(wanted)
         on_disk = {name: [peer for peer in wanted if peer != IN_MEMORY.get(name)] for name in FAMILIES}
         cold = warm(cases, on_disk.__getitem__, jobs, say, limit_s=compile_limit_s)
         say(f"peers compiled and tuned in {time.monotonic() - began:.0f} s; cold: {cold or 'none'}")
         try:
-            return _give_turns(families, began + total_s, cold, say)
+            return _give_turns(families, began + total_s, cold, wanted, say)
         finally:
             for family in families:
-                if family.process is not None and family.process.poll() is None:
-                    family.process.kill()
+                family.stop()
 
 
-def _next(families: Sequence[Family], deadline: float) -> Family:
-    """The first family that is ready: one may still compile while another is measured, which its processor does not feel."""
-    while time.monotonic() < deadline:
+def _next(families: Sequence[Family], wanted: Sequence[str], say: Callable[[str], None]) -> Family:
+    """The first family that is ready: one may still compile while another is measured, which the GPU hardly feels.
+
+    When all that are left still compile, the first one starts again without the peer it waits for.
+    """
+    began = time.monotonic()
+    while time.monotonic() - began < PATIENCE_S:
         for family in families:
-            assert family.process is not None
-            if family.turn.ready.exists() or family.process.poll() is not None:
+            if family.is_ready:
                 return family
         time.sleep(0.1)
-    return families[0]
+    slow = families[0]
+    say(f"{slow.name}: without {IN_MEMORY.get(slow.name)}, which still compiles")
+    slow.start([name for name in wanted if name != IN_MEMORY.get(slow.name)])
+    while not slow.is_ready:
+        time.sleep(0.1)
+    return slow
 
 
 def _give_turns(
-    families: Sequence[Family], deadline: float, cold: Sequence[tuple[str, str]], say: Callable[[str], None]
+    families: Sequence[Family],
+    deadline: float,
+    cold: Sequence[tuple[str, str]],
+    wanted: Sequence[str],
+    say: Callable[[str], None],
 ) -> list[str]:
     failed = []
     left = list(families)
     while left:
-        family = _next(left, deadline)
+        family = _next(left, wanted, say)
         assert family.process is not None
         weights = {other.name: len(other.cases) * COST[other.name] for other in left}
         remaining = deadline - time.monotonic()
@@ -167,7 +197,7 @@ def _give_turns(
         try:
             status = family.process.wait(max(min(share + START_S + GRACE_S, remaining), 1.0))
         except subprocess.TimeoutExpired:
-            family.process.kill()
+            family.stop()
             status = -1
         if status:
             failed.append(family.name)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from compact_state import cute_kernels
-from compact_state.perf import peers, run, schema, timing
+from compact_state.perf import matrix, peers, run, schema, timing
 from compact_state.perf.bench import Unsupported, WrongResultError
 from compact_state.perf.cases import GATES, Case, select, workload
 from compact_state.perf.cli import main
@@ -289,3 +289,34 @@ def test_what_is_not_warm_at_the_limit_is_cold() -> None:
     cases = select("advance_state_ids")
     assert warm(cases, lambda family: ["fla"], limit_s=0.0) == [("step", "Q1")]
     assert warm(cases, lambda family: [], limit_s=60.0) == []
+
+
+def test_a_family_whose_peer_compiles_for_ever_is_measured_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (slow,) = by_family(select("gdn_prefill", "Q1:1x2048"), tmp_path)
+    started: list[list[str]] = []
+
+    class Process:
+        def poll(self) -> int | None:
+            return None
+
+        def kill(self) -> None:
+            started.append(["killed"])
+
+        def wait(self) -> int:
+            return -9
+
+    def start(command: list[str], env: dict[str, str]) -> Process:
+        started.append(command[command.index("--peers") :])
+        if "--warm-here" not in command:
+            slow.turn.ready.touch()
+        return Process()
+
+    monkeypatch.setattr(matrix.subprocess, "Popen", start)
+    monkeypatch.setattr(matrix, "PATIENCE_S", 0.2)
+    slow.start(["flashinfer", "fla"])
+    said: list[str] = []
+    assert matrix._next([slow], ["flashinfer", "fla"], said.append) is slow
+    assert started == [["--peers", "flashinfer,fla", "--warm-here", "flashinfer"], ["killed"], ["--peers", "fla"]]
+    assert "without flashinfer" in said[0]
