@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import functools
 import importlib
 import math
 import os
@@ -39,19 +40,24 @@ def warm_group(cases: Sequence[Case], peer_names: str) -> list[str]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ws = Workspace(device, POOL_BYTES, SHARED_ROWS if device.type == "cuda" else 0)
     failures = []
+
+    def attempt(what: str, action: Callable[[], Any]) -> Any:
+        """The action's result; what fails is named by the run itself, per case."""
+        try:
+            return action()
+        except Exception as error:
+            failures.append(f"{what}: {type(error).__name__}: {str(error)[:160]}")
+            return None
+
     for case in cases:
         bench = importlib.import_module(f".{BENCHES[case.op]}", __package__)
         with torch.no_grad():
-            prepared = bench.prepare(case, ws, adapters)
-            for contender in prepared.contenders:
-                if contender.name.startswith(("ours", "slab_copy")):
-                    continue
-                try:
-                    contender.launches[0]()
-                    if device.type == "cuda":
-                        torch.cuda.synchronize()
-                except Exception as error:  # what cannot run is named by the run itself, per case
-                    failures.append(f"{case.name} {contender.name}: {type(error).__name__}: {str(error)[:160]}")
+            prepared = attempt(case.name, functools.partial(bench.prepare, case, ws, adapters))
+            for contender in prepared.contenders if prepared is not None else ():
+                if not contender.name.startswith(("ours", "slab_copy")):
+                    attempt(f"{case.name} {contender.name}", contender.launches[0])
+        if device.type == "cuda":
+            torch.cuda.synchronize()
     return failures
 
 
