@@ -79,8 +79,12 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         torch.cuda.empty_cache()
     cold: set[tuple[str, str]] = set()
     if options.turn:
+        from . import peers
         from .matrix import Turn
 
+        peers.load(options.peers)  # imports take seconds that belong to no turn
+        if options.device == "cuda":
+            torch.cuda.synchronize()
         options.budget, cold = Turn(options.turn).wait()
         cases.sort(key=lambda case: case.late)
     by_name = {case.name: case for case in cases}

@@ -1,7 +1,7 @@
 """What the kernels do inside, from hardware counters: one launch of each case under Nsight Compute, one table.
 
 `collect --out DIR` starts `ncu` on `launches` (its own clocks are left alone, caches are flushed before every launch) and writes
-`raw.csv`, `hot.csv` and `inside.txt` into DIR; `table RAW` draws the table of such a file again, on any machine. A spin kernel
+`raw.csv` and `inside.txt` into DIR; `table RAW` draws the table of such a file again, on any machine. A spin kernel
 before every case tells the cases apart in ncu's output.
 """
 
@@ -69,7 +69,6 @@ METRICS = (
     ISSUE,
     TENSOR,
     *(f"smsp__average_warps_issue_stalled_{reason}_per_issue_active.ratio" for reason in STALLS),
-    "group:smsp__pcsamp_warp_stall_reasons",
 )
 KERNELS = "regex:recurrent|layer_decode|conv1d|gdn_|kda_|segment|wy_verify|state_ids|spin_kernel"  # not torch's own
 MARK = "spin_kernel"  # torch.cuda._sleep
@@ -113,12 +112,16 @@ def launch_cases(names: Sequence[str], budget_s: float) -> None:
         print(f"case {name}", flush=True)
 
 
-def collect(out: Path, names: Sequence[str], budget_s: float) -> Path:
-    """Profile `names`; writes into `out` and gives the path of the table. Raises OSError where ncu cannot run."""
+def collect(out: Path, names: Sequence[str], budget_s: float, hot: bool) -> Path:
+    """Profile `names`; writes into `out` and gives the path of the table. Raises OSError where ncu cannot run.
+
+    hot: sample warps too, for the instructions on which they wait; takes several more passes.
+    """
     out.mkdir(parents=True, exist_ok=True)
     report = out / "inside.ncu-rep"
     target = [sys.executable, "-m", "compact_state.perf.inside", "launches", "--budget", str(budget_s), *names]
     what = ["--kernel-name", KERNELS, "--metrics", ",".join(METRICS)]
+    what += ["--section", "SourceCounters"] if hot else []
     quiet = ["--profile-from-start", "off", "--clock-control", "none", "--force-overwrite", "-o", str(report)]
     done = subprocess.run(
         ["ncu", *quiet, *what, *target],
@@ -129,7 +132,7 @@ def collect(out: Path, names: Sequence[str], budget_s: float) -> Path:
     print(done.stdout)
     cases = re.findall(r"^case (\S+)$", done.stdout, re.MULTILINE)
     (out / "cases.txt").write_text("\n".join(cases) + "\n")
-    for page, name in (("raw", "raw.csv"), ("source", "hot.csv")):
+    for page, name in (("raw", "raw.csv"), ("source", "hot.csv"))[: 1 + hot]:
         with (out / name).open("w") as file:
             subprocess.run(
                 ["ncu", "--import", str(report), "--page", page, "--csv", "--print-units", "base"],
@@ -137,7 +140,8 @@ def collect(out: Path, names: Sequence[str], budget_s: float) -> Path:
                 check=False,
             )
     text = table((out / "raw.csv").read_text(), cases)
-    (out / "inside.txt").write_text(text + "\n\n" + hot_lines((out / "hot.csv").read_text()) + "\n")
+    text += "\n\n" + hot_lines((out / "hot.csv").read_text()) if hot else ""
+    (out / "inside.txt").write_text(text + "\n")
     return out / "inside.txt"
 
 
@@ -236,6 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     gather = commands.add_parser("collect", help="profile with ncu and write the table")
     gather.add_argument("--out", type=Path, required=True)
+    gather.add_argument("--hot", action="store_true", help="also the instructions on which warps wait")
     target = commands.add_parser("launches", help="what ncu runs")
     for parts in (gather, target):
         parts.add_argument("names", nargs="*", default=list(CASES))
@@ -246,11 +251,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "launches":
         launch_cases(options.names or CASES, options.budget)
     elif options.command == "collect":
-        print(collect(options.out, options.names or CASES, options.budget).read_text())
+        print(collect(options.out, options.names or CASES, options.budget, options.hot).read_text())
     else:
         folder = options.folder
         print(table((folder / "raw.csv").read_text(), (folder / "cases.txt").read_text().split()))
-        print(hot_lines((folder / "hot.csv").read_text()))
+        if (folder / "hot.csv").is_file():
+            print(hot_lines((folder / "hot.csv").read_text()))
     return 0
 
 
