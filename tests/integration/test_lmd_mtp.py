@@ -60,24 +60,18 @@ def test_the_standin_attends_over_packed_sequences(standin: ModuleType) -> None:
 
 
 def run(ids: list[list[int]], **changes: Any) -> dict[str, Any]:
-    """A record of `lmd_mtp ask` in which the token answered leads the other by a logit of 2."""
-    answers = [{"ids": row, "cached": 64, "top": [{str(t): 5.0, str(1 - t): 3.0} for t in row]} for row in ids]
+    """A record of `lmd_mtp ask`."""
+    answers = [{"ids": row, "cached": 64, "top": []} for row in ids]
     record = {"drafts": 1, "caching": True, "hits": 1, "accepted": {"1": 4, "2": 5}}
     return {**record, **changes, "rounds": {"alone": answers, "again": answers}}
 
 
-def test_the_comparison_finds_what_speaks_against_equality(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_comparison_finds_what_speaks_against_equality() -> None:
     plain = run([[0, 1, 1], [1, 0, 1]], drafts=0)
     assert lmd_mtp.compare(plain, run([[0, 1, 1], [1, 0, 1]])) == []
-    assert any("parted at 2" in fault for fault in lmd_mtp.compare(plain, run([[0, 1, 1], [1, 0, 0]])))
-    assert any("tokens" in fault for fault in lmd_mtp.compare(plain, run([[0, 1, 1], [1, 0]])))
+    assert any("alone 1" in fault for fault in lmd_mtp.compare(plain, run([[0, 1, 1], [1, 0, 0]])))
+    assert any("alone 1" in fault for fault in lmd_mtp.compare(plain, run([[0, 1, 1], [1, 0]])))
     assert any("accepted counts" in f for f in lmd_mtp.compare(plain, run([[0, 1, 1], [1, 0, 1]], accepted={"1": 9})))
     assert any("cache" in fault for fault in lmd_mtp.compare(plain, run([[0, 1, 1], [1, 0, 1]], hits=0)))
     same = run([[0, 0, 0], [0, 0, 0]])
     assert any("vary" in fault for fault in lmd_mtp.compare(same, same))
-    tie = run([[0, 1, 1], [1, 0, 0]])
-    for record in (plain, tie):
-        for rounds in record["rounds"].values():
-            rounds[1]["top"][2] = {"0": 4.0, "1": 4.1}
-    assert lmd_mtp.compare(plain, tie) == []
-    assert "part at a near tie" in capsys.readouterr().out
