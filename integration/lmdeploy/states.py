@@ -118,16 +118,13 @@ class CompactStateManager:
 
         One commit (slot, tokens in it, tokens to add, log row, log half), or none.
         """
-        trail, holder = self._trail(seq), self.holder(seq)
-        if trail is None or not trail.steps or not self.stands_at(seq, seq.num_history_ids):
+        trail, holder, history = self._trail(seq), self.holder(seq), seq.num_history_ids
+        span = None if trail is None or not trail.steps else trail.span()
+        if trail is None or span is None or holder.rec is None or not span[0] <= history <= span[1]:
             return []
-        span = trail.span()
-        assert span is not None
-        self.ledger.resolve(holder, seq.num_history_ids)
-        behind = seq.num_history_ids - span[0]
-        if not behind or holder.rec is None:
-            return []
-        return [(holder.rec.slot, span[0], behind, trail.row, trail.half)]
+        self.ledger.resolve(holder, history)
+        behind = history - span[0]
+        return [(holder.rec.slot, span[0], behind, trail.row, trail.half)] if behind else []
 
     def begin_logs(self, seqs: Sequence[Any], ends: Sequence[int]) -> list[int] | None:
         """The log rows of sequences whose prefill, now planned, ends at `ends` tokens; None without drafts."""
