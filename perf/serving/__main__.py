@@ -22,6 +22,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     merge = commands.add_parser("merge", help="one result file from parts; documents' blocks are drawn from it")
     merge.add_argument("parts", type=Path, nargs="*", help="none: draw the blocks only")
+    merge.add_argument("--add", action="store_true", help="keep what the file has and the parts do not replace")
     merge.add_argument("--docs", type=Path, nargs="*", default=[], help="documents with <!-- perf:lmdeploy --> blocks")
     merge.add_argument("--file", type=Path, default=result.FILE)
     for name in ("equality", "load", "server", "ray"):
@@ -97,7 +98,8 @@ def _run(options: argparse.Namespace, save: Callable[[dict[str, Any]], None]) ->
 
 def _merge(options: argparse.Namespace) -> int:
     if options.parts:
-        result.dump(result.merge([json.loads(path.read_text()) for path in options.parts]), options.file)
+        base = json.loads(options.file.read_text()) if options.add else None
+        result.dump(result.merge([json.loads(path.read_text()) for path in options.parts], base), options.file)
     blocks = result.blocks(json.loads(options.file.read_text()))
     for document in options.docs:
         text = document.read_text()

@@ -10,15 +10,18 @@ from typing import Any
 from ..tables import table
 
 FILE = Path(__file__).resolve().parents[1] / "results" / "h200" / "lmdeploy.json"
-# Left out of the committed file: it would be a hundred times longer.
-RAW = ("trials", "profiles")
 
 
-def merge(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Parts in order; a later part's rows of one model, case, variant and caching replace an earlier part's."""
-    result: dict[str, Any] = {"environment": dict(parts[-1]["environment"]), "rows": []}
-    result["environment"]["command"] = "; ".join(dict.fromkeys(part["environment"]["command"] for part in parts))
-    rows: dict[tuple[str, ...], dict[str, Any]] = {}
+def merge(parts: Sequence[dict[str, Any]], base: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Parts in order, on top of `base`; a later row of one model, case, variant and caching replaces an earlier one.
+
+    The first part's environment stands for all, with every part's command and commit.
+    """
+    first = parts[0]["environment"] if base is None else base["environment"]
+    result: dict[str, Any] = {**(base or {}), "environment": dict(first), "rows": []}
+    for name in ("command", "commit"):
+        result["environment"][name] = "; ".join(dict.fromkeys([first[name], *(p["environment"][name] for p in parts)]))
+    rows = {_case(row): row for row in result.pop("serving", [])}
     for part in parts:
         for command, found in part.items():
             if command == "environment":
@@ -26,12 +29,14 @@ def merge(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
             if command != "load":
                 result[command] = found
                 continue
-            for row in found["serving"]:
-                rows[tuple(row[name] for name in ("model", "case", "caching", "variant"))] = row
+            for row in (row for row in found["serving"] if row["trials"]):
+                rows[_case(row)] = row
                 result.setdefault("start", {}).setdefault(row["model"], {}).update(found["start"])
-            result.setdefault("notes", []).extend(found["notes"])
-    result["serving"] = list(rows.values())
-    return result
+    return {**result, "serving": list(rows.values())}
+
+
+def _case(row: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(row[name] for name in ("model", "case", "caching", "variant"))
 
 
 def dump(result: dict[str, Any], path: Path) -> None:

@@ -84,7 +84,7 @@ def row(variant: str, rate: float) -> dict[str, Any]:
 
 
 def test_parts_become_one_file_whose_later_rows_replace_earlier_ones(tmp_path: Path) -> None:
-    environment = {"device": "NVIDIA H200", "command": "load"}
+    environment = {"device": "NVIDIA H200", "command": "load", "commit": "abc"}
     parts = [
         {"environment": environment, "load": {"serving": rows, "start": {"legacy-on": 1}, "notes": []}}
         for rows in ([row("legacy", 100.0), row("compact", 90.0)], [row("compact", 150.0)])
@@ -93,14 +93,18 @@ def test_parts_become_one_file_whose_later_rows_replace_earlier_ones(tmp_path: P
     result.dump(merged, tmp_path / "all.json")
     read = json.loads((tmp_path / "all.json").read_text())
     assert read == merged
-    assert read["environment"]["command"] == "load; server"
+    assert (read["environment"]["command"], read["environment"]["commit"]) == ("load; server", "abc")
+    again = result.merge([{"environment": {**environment, "commit": "def"}, "server": {"passed": False}}], read)
+    assert again["serving"] == read["serving"]
+    assert (again["environment"]["commit"], again["server"]) == ("abc; def", {"passed": False})
     assert "| 0.8b 1x2+3 | on | 100 (100 to 100) | 150 (150 to 150) | +50% |" in result.load_table(read)
 
 
 @pytest.mark.skipif(not result.FILE.is_file(), reason="no serving result is committed")
 def test_documents_show_the_committed_results() -> None:
     found = json.loads(result.FILE.read_text())
-    text = (ROOT / "docs" / "lmdeploy.md").read_text()
-    for name, block in result.blocks(found).items():
-        assert f"<!-- perf:{name} -->" in text
-        assert replace_block(text, name, block) == text
+    for document in (ROOT / "docs" / "lmdeploy.md", ROOT / "README.md"):
+        text = document.read_text()
+        for name, block in result.blocks(found).items():
+            assert f"<!-- perf:{name} -->" in text
+            assert replace_block(text, name, block) == text
