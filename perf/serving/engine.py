@@ -5,6 +5,7 @@ The compact pool is on when the process was started through `compact_state.integ
 
 from __future__ import annotations
 
+import asyncio
 import cProfile
 import io
 import json
@@ -96,12 +97,19 @@ class Engine:
         manager = self.engine.scheduler.state_manager
         if not hasattr(manager, "ledger"):
             return None
-        from compact_state.pool.invariants import check
 
-        check(manager.ledger)
-        counters = manager.ledger.counters
-        held = {"holders": len(manager.ledger.holders), "demand": manager.ledger.demand}
-        return held | {name: getattr(counters, name) for name in counters.__slots__}
+        async def look() -> dict[str, int]:
+            from compact_state.pool.invariants import check
+
+            # The forward after the last answer is still on its way; nothing steps while this runs on the engine's loop.
+            await asyncio.sleep(0.5)
+            check(manager.ledger)
+            counters = manager.ledger.counters
+            held = {"holders": len(manager.ledger.holders), "demand": manager.ledger.demand}
+            return held | {name: getattr(counters, name) for name in counters.__slots__}
+
+        found: dict[str, int] = self.run(look())
+        return found
 
     def sleep(self) -> dict[str, Any]:
         """Sleep and wake up again; seconds of both, bytes freed."""
