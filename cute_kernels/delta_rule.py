@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 
 from .checkpoints import Checkpoints
-from .compile.cache import jit_cache
-from .configs import recurrent
+from .compile.cache import CompiledKernel, jit_cache
+from .configs import recurrent, tables
 from .draft_log import DraftLog
 from .errors import InvalidArgumentError
 from .validation import (
-    ALIGNMENT,
     FLOAT_DTYPES,
+    HEAD_DIM,
     STATE_DTYPES,
     check_alignment,
     check_heads,
@@ -28,7 +28,7 @@ from .validation import (
 
 recurrent_decode = jit_cache("recurrent_decode")
 
-STATE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+STATE_NAMES: dict[torch.dtype, recurrent.StateDtype] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 PARAMETER_DTYPES = (torch.float32,)
 
 
@@ -102,6 +102,9 @@ def check_arguments(
             check_kernel_dtype(operator, name, tensor.dtype, (torch.bfloat16,))
         for name, tensor in (("q", q), ("k", k), ("v", v)) + ((("g", gate),) if kda else ()):
             check_alignment(name, tensor)
+        for name, tensor in (("A_log", A_log), ("dt_bias", dt_bias)):
+            if not tensor.is_contiguous():
+                raise InvalidArgumentError(name, f"strides {list(tensor.stride())}", "a contiguous tensor")
 
 
 def check_log(
@@ -165,6 +168,12 @@ def check_commit_arguments(
 
 
 def launch_decode(
+    kda: bool,
+    lower_bound: float | None,
+    scale: float | None,
+    qk_l2norm: bool,
+    settled: bool,
+    out: torch.Tensor | None,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -175,38 +184,31 @@ def launch_decode(
     state: torch.Tensor,
     read_ids: torch.Tensor,
     write_ids: torch.Tensor,
-    out: torch.Tensor | None,
-    *,
-    kda: bool,
-    lower_bound: float | None,
-    scale: float | None,
-    qk_l2norm: bool,
-    settled: bool,
 ) -> torch.Tensor:
     """Check and run T = 1 decode on the current stream.
 
-    A full check takes longer than the launch. The loaded function checks ranks, dtypes, sizes, strides and devices by
-    itself before it launches, so only what it cannot see is checked here; its refusal becomes the full check's named error.
+    A full check takes longer than the launch. The loaded function checks ranks, dtypes, sizes, strides, addresses and
+    devices by itself before it launches, `decode_function` what no tensor shows alone; a refusal of either becomes the full
+    check's named error.
     """
-    arguments = (q, k, v, gate, b, A_log, dt_bias, state, read_ids, write_ids)
     try:
         (rows, hk, width), hv = q.shape, v.shape[1]
-        if hv % hk or (q.data_ptr() | k.data_ptr() | v.data_ptr() | state.data_ptr()) % ALIGNMENT:
-            raise ValueError
+        bias = dt_bias
+        if kda and bias.dim() == 2:
+            bias = bias.view(-1)
         if out is None:
             out = torch.empty_like(v)
+        function = decode_function(kda, lower_bound, state.dtype, rows, hk, hv, bias.numel())
         if rows == 0:
-            _check_decode(arguments, out, kda, lower_bound)
-            return out
-        kind = "gdn" if not kda else "kda_softplus" if lower_bound is None else "kda_bounded"
-        recurrent_decode(recurrent.choose(kind, STATE_NAMES[state.dtype], rows * hv))(
+            raise ValueError  # nothing to launch once the full check finds no fault
+        function(
             q,
             k,
             v,
             gate,
             b,
             A_log,
-            dt_bias if dt_bias.dim() == 1 else dt_bias.view(-1),
+            bias,
             state,
             read_ids,
             write_ids,
@@ -216,14 +218,20 @@ def launch_decode(
             width**-0.5 if scale is None else scale,
             lower_bound or 0.0,
         )
-    except (TypeError, ValueError, AttributeError, KeyError, ZeroDivisionError):
-        _check_decode(arguments, out, kda, lower_bound)
-        raise
+    except (TypeError, ValueError, AttributeError, LookupError, RuntimeError):
+        arguments = (q, k, v, gate, b, A_log, dt_bias, state, read_ids, write_ids)
+        operator = "kda_decode" if kda else "gdn_decode"
+        check_arguments(operator, *arguments, out, kda=kda, lower_bound=lower_bound, kernels=True)
+        if out is None or q.shape[0]:
+            raise
     return out
 
 
-def _check_decode(
-    arguments: tuple[torch.Tensor, ...], out: torch.Tensor | None, kda: bool, lower_bound: float | None
-) -> None:
-    operator = "kda_decode" if kda else "gdn_decode"
-    check_arguments(operator, *arguments, out, kda=kda, lower_bound=lower_bound, kernels=True)  # type: ignore[misc]
+@tables.memoised
+def decode_function(
+    kda: bool, lower_bound: float | None, dtype: torch.dtype, rows: int, hk: int, hv: int, bias: int
+) -> CompiledKernel:
+    """The loaded function for these sizes; `bias` is the length of dt_bias. ValueError or KeyError where none serves them."""
+    if hv % hk or (kda and bias != hv * HEAD_DIM) or not (lower_bound is None or lower_bound < 0.0):
+        raise ValueError
+    return recurrent_decode(recurrent.choose(kind_of(kda, lower_bound), STATE_NAMES[dtype], rows * hv))

@@ -114,14 +114,13 @@ def gdn_decode(
     Raises:
         InvalidArgumentError, UnsupportedConfigError, BackendUnavailableError: before any launch, nothing changed.
     """
-    kernels = uses_kernels(backend, q.device)
+    if uses_kernels(backend, q.device):
+        return launch_decode(
+            False, None, scale, qk_l2norm, settled, out, q, k, v, a, b, A_log, dt_bias, state, read_ids, write_ids
+        )
     arguments = (q, k, v, a, b, A_log, dt_bias, state, read_ids, write_ids)
-    if not kernels:
-        check_arguments("gdn_decode", *arguments, out, kda=False, kernels=False)
-        return reference.gdn_decode(*arguments, scale=scale, qk_l2norm=qk_l2norm, out=out)
-    return launch_decode(
-        *arguments, out, kda=False, lower_bound=None, scale=scale, qk_l2norm=qk_l2norm, settled=settled
-    )
+    check_arguments("gdn_decode", *arguments, out, kda=False, kernels=False)
+    return reference.gdn_decode(*arguments, scale=scale, qk_l2norm=qk_l2norm, out=out)
 
 
 @operator("state", "draft_log.k", "draft_log.u", "draft_log.g")

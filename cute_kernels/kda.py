@@ -126,14 +126,13 @@ def kda_decode(
     Raises:
         InvalidArgumentError, UnsupportedConfigError, BackendUnavailableError: before any launch, nothing changed.
     """
-    kernels = uses_kernels(backend, q.device)
+    if uses_kernels(backend, q.device):
+        return launch_decode(
+            True, lower_bound, scale, qk_l2norm, settled, out, q, k, v, g, b, A_log, dt_bias, state, read_ids, write_ids
+        )
     arguments = (q, k, v, g, b, A_log, dt_bias, state, read_ids, write_ids)
-    if not kernels:
-        check_arguments("kda_decode", *arguments, out, kda=True, lower_bound=lower_bound, kernels=False)
-        return reference.kda_decode(*arguments, lower_bound=lower_bound, scale=scale, qk_l2norm=qk_l2norm, out=out)
-    return launch_decode(
-        *arguments, out, kda=True, lower_bound=lower_bound, scale=scale, qk_l2norm=qk_l2norm, settled=settled
-    )
+    check_arguments("kda_decode", *arguments, out, kda=True, lower_bound=lower_bound, kernels=False)
+    return reference.kda_decode(*arguments, lower_bound=lower_bound, scale=scale, qk_l2norm=qk_l2norm, out=out)
 
 
 @operator("state", "draft_log.k", "draft_log.u", "draft_log.g")

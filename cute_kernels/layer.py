@@ -82,13 +82,12 @@ def gdn_layer_decode(
     arguments = (
         x, a, b, z, conv_weight, conv_state, A_log, dt_bias, norm_weight, state, read_ids, write_ids, positions,
     )  # fmt: skip
-    verify = verify_arguments(cu_seqlens, draft_log, num_accepted)
     kernels = uses_kernels(backend, x.device)
-    if kernels and verify is None:
+    if kernels and cu_seqlens is None and draft_log is None and num_accepted is None:
         return launch_decode(
-            "gdn_layer_decode", arguments, conv_bias, gate_activation, eps, scale, out, kda=False, lower_bound=None,
-            settled=settled,
-        )  # fmt: skip
+            "gdn_layer_decode", arguments, conv_bias, gate_activation, eps, scale, out, False, None, settled
+        )
+    verify = verify_arguments(cu_seqlens, draft_log, num_accepted)
     check_arguments(
         "gdn_layer_decode", arguments, conv_bias, gate_activation, None, verify, out, kda=False, kernels=kernels
     )
@@ -153,13 +152,12 @@ def kda_layer_decode(
     arguments = (
         x, g, b, z, conv_weight, conv_state, A_log, dt_bias, norm_weight, state, read_ids, write_ids, positions,
     )  # fmt: skip
-    verify = verify_arguments(cu_seqlens, draft_log, num_accepted)
     kernels = uses_kernels(backend, x.device)
-    if kernels and verify is None:
+    if kernels and cu_seqlens is None and draft_log is None and num_accepted is None:
         return launch_decode(
-            "kda_layer_decode", arguments, conv_bias, gate_activation, eps, scale, out, kda=True,
-            lower_bound=lower_bound, settled=settled,
-        )  # fmt: skip
+            "kda_layer_decode", arguments, conv_bias, gate_activation, eps, scale, out, True, lower_bound, settled
+        )
+    verify = verify_arguments(cu_seqlens, draft_log, num_accepted)
     check_arguments(
         "kda_layer_decode", arguments, conv_bias, gate_activation, lower_bound, verify, out, kda=True, kernels=kernels
     )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from .compile.cache import jit_cache
+from .compile.cache import CompiledKernel, jit_cache
 from .configs import layer as configs
+from .configs import tables
 from .configs.recurrent import StateDtype
 from .conv1d import causal_conv1d_verify
 from .delta_rule import check_log, kind_of
@@ -16,6 +17,7 @@ from .kda import kda_verify
 from .reference.layer import GateActivation, gated_rms_norm, split_heads
 from .validation import (
     FLOAT_DTYPES,
+    HEAD_DIM,
     STATE_DTYPES,
     check_alignment,
     check_choice,
@@ -157,9 +159,6 @@ def _check_kernel(
         check_alignment("conv_bias", conv_bias[:1])
 
 
-_checked: set[tuple[object, ...]] = set()
-
-
 def launch_decode(
     operator: str,
     arguments: Arguments,
@@ -168,81 +167,87 @@ def launch_decode(
     eps: float,
     scale: float | None,
     out: torch.Tensor | None,
-    *,
     kda: bool,
     lower_bound: float | None,
     settled: bool,
 ) -> torch.Tensor:
     """Check and run one token a row on the current stream.
 
-    As in the single operators, shapes that passed the full check once are recognised by a short signature; what it leaves
-    out the loaded function checks by itself, and a refusal there is turned into the named error of the full check.
+    As in the single operators, the loaded function checks each tensor and the sizes they share by itself, `decode_function`
+    how the sizes hang together; a refusal of either becomes the named error of the full check.
     """
     x, gate, b, z, conv_weight, conv_state, A_log, dt_bias, norm_weight, state, read_ids, write_ids, positions = (
         arguments
     )
-    signature = (
-        x.shape,
-        x.stride(),
-        gate.stride(),
-        z.shape,
-        z.stride(),
-        state.shape,
-        state.stride(),
-        conv_state.stride(),
-        norm_weight.shape,
-        dt_bias.shape,
-        None if conv_bias is None else conv_bias.shape,
-        gate_activation,
-        lower_bound,
-    )
-    address = x.data_ptr() | z.data_ptr() | state.data_ptr() | conv_state.data_ptr() | conv_weight.data_ptr()
-    if kda:
-        address |= gate.data_ptr()
-    if out is not None:
-        address |= out.data_ptr()
-    if signature not in _checked or address % 16:
-        check_arguments(operator, arguments, conv_bias, gate_activation, lower_bound, None, out, kda=kda, kernels=True)
-        _checked.add(signature)
-    if out is None:
-        out = torch.empty(z.shape, dtype=z.dtype, device=z.device)
-    if x.shape[0] == 0:
-        return out
-    flags = configs.SETTLED if settled else 0
-    flags |= configs.SILU_GATE if gate_activation == "silu" else 0
-    flags |= configs.CONV_BIAS if conv_bias is not None else 0
-    if norm_weight.dtype == torch.bfloat16:
-        flags |= configs.NORM_BF16
-        norm_weight = norm_weight.view(torch.float32)  # words of two; the kernel reads them by the flag
-    weight = STATE_NAMES.get(conv_weight.dtype, "float32")
-    heads = x.shape[0] * state.shape[1]
-    key = configs.choose(kind_of(kda, lower_bound), STATE_NAMES.get(state.dtype, "float32"), weight, heads)
     try:
-        layer_decode(key)(
+        rows, channels = x.shape
+        _, hv, _, width = state.shape
+        bias = dt_bias if dt_bias.dim() == 1 else dt_bias.view(-1)
+        sizes = (rows, channels, z.shape[1], hv, bias.numel(), norm_weight.numel())
+        dtypes = (state.dtype, conv_weight.dtype, norm_weight.dtype)
+        function, flags = decode_function(kda, lower_bound, gate_activation, dtypes, sizes)
+        rest = conv_weight
+        if conv_bias is not None:
+            if conv_bias.numel() != channels:
+                raise ValueError
+            flags, rest = flags | configs.CONV_BIAS, conv_bias.unsqueeze(1)
+        if flags & configs.NORM_BF16:
+            norm_weight = norm_weight.view(torch.float32)  # words of two; the kernel reads them by the flag
+        if out is None:
+            out = torch.empty_like(z, memory_format=torch.contiguous_format)
+        if rows == 0:
+            raise ValueError  # nothing to launch once the full check finds no fault
+        function(
             x,
             gate,
             b,
             z,
             conv_weight,
-            conv_weight if conv_bias is None else conv_bias.unsqueeze(1),
+            rest,
             conv_state,
             A_log,
-            dt_bias if dt_bias.dim() == 1 else dt_bias.view(-1),
+            bias,
             norm_weight,
             state,
             read_ids,
             write_ids,
             positions,
             out,
-            flags,
-            state.shape[3] ** -0.5 if scale is None else scale,
-            0.0 if lower_bound is None else lower_bound,
+            flags | configs.SETTLED if settled else flags,
+            width**-0.5 if scale is None else scale,
+            lower_bound or 0.0,
             eps,
         )
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, AttributeError, LookupError, RuntimeError):
         check_arguments(operator, arguments, conv_bias, gate_activation, lower_bound, None, out, kda=kda, kernels=True)
-        raise
+        if out is None or x.shape[0]:
+            raise
     return out
+
+
+@tables.memoised
+def decode_function(
+    kda: bool,
+    lower_bound: float | None,
+    gate_activation: GateActivation,
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+    sizes: tuple[int, int, int, int, int, int],
+) -> tuple[CompiledKernel, int]:
+    """The loaded function and the flags that these arguments decide. ValueError or KeyError where no kernel serves them.
+
+    dtypes: of state, conv_weight and norm_weight. sizes: rows, channels of x, values of z, value heads, lengths of dt_bias and
+    norm_weight.
+    """
+    rows, channels, values, hv, bias, norm = sizes
+    hk, rest = divmod(channels - hv * HEAD_DIM, 2 * HEAD_DIM)
+    fits = hk > 0 and not rest and hv % hk == 0 and values == hv * HEAD_DIM and norm == HEAD_DIM
+    fits &= bias == (hv * HEAD_DIM if kda else hv) and (lower_bound is None or lower_bound < 0.0)
+    if not fits or gate_activation not in ("silu", "sigmoid"):
+        raise ValueError
+    flags = configs.SILU_GATE if gate_activation == "silu" else 0
+    flags |= configs.NORM_BF16 if dtypes[2] == torch.bfloat16 else 0
+    names = (STATE_NAMES[dtypes[0]], STATE_NAMES[dtypes[1]])
+    return layer_decode(configs.choose(kind_of(kda, lower_bound), *names, rows * hv)), flags
 
 
 def compose_verify(

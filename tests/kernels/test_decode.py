@@ -14,7 +14,10 @@ from compact_state.cute_kernels.reference.metrics import assert_close, tolerance
 
 pytestmark = pytest.mark.gpu
 
-GEOMETRIES = ((16, 16), (8, 8), (32, 32), (16, 32), (4, 8), (4, 16), (2, 8), (16, 48), (4, 12), (1, 1), (3, 3), (1, 6))
+GEOMETRIES = (
+    (16, 16), (8, 8), (32, 32), (16, 32), (4, 8), (4, 16), (2, 8), (16, 48), (4, 12), (1, 1), (1, 2), (3, 3), (1, 6), (8, 24),
+    (32, 96), (96, 96),
+)  # fmt: skip
 KINDS = (("gdn", None), ("kda", None), ("kda", -5.0))
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -87,9 +90,12 @@ def test_E10_bounds(bound):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("n", [1, 2, 63, 64, 129])
-def test_batches_cross_both_tile_choices(dtype, n):
-    check("gdn", None, dtype, n, 16, 32)
+@pytest.mark.parametrize(("kind", "bound"), KINDS)
+@pytest.mark.parametrize(
+    ("n", "hk", "hv"), [(1, 16, 32), (2, 16, 32), (63, 16, 32), (64, 16, 32), (129, 16, 32), (2048, 1, 2)]
+)
+def test_one_to_2048_rows_cross_every_choice(kind, bound, dtype, n, hk, hv):
+    check(kind, bound, dtype, n, hv if kind == "kda" else hk, hv)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -147,17 +153,44 @@ def test_rows_do_not_depend_on_the_batch_or_the_slot(kind, bound, dtype):
         assert torch.equal(bits(small[moved.long()]), bits(pool[chosen.long() + n]))
 
 
+@pytest.mark.parametrize("n", [16, 130])
+@pytest.mark.parametrize(("kind", "bound"), KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_D4_a_thousand_equal_repeats(dtype):
-    inputs = delta_inputs("gdn", "randn", 16, 4, 16, device="cuda")
-    pool = filled_pool(32, 16, dtype, used=range(16))
-    read = torch.arange(16, dtype=torch.int32, device="cuda")
-    first = gdn_decode(*inputs.tensors, pool, read, read + 16, backend="kernels").clone()
-    state = pool[16:].clone()
+def test_D4_a_thousand_equal_repeats(dtype, kind, bound, n):
+    inputs = delta_inputs(kind, "randn", n, 4 if kind == "gdn" else 16, 16, lower_bound=bound, device="cuda")
+    pool = filled_pool(2 * n, 16, dtype, used=range(n))
+    read = torch.arange(n, dtype=torch.int32, device="cuda")
+    write = read + n
+    out = torch.empty(n, 16, 128, dtype=torch.bfloat16, device="cuda")
+    options = {"out": out, "backend": "kernels", **inputs.gate_options}
+    first = operator(kind)(*inputs.tensors, pool, read, write, **options).clone()
+    state = pool[n:].clone()
+    different = torch.zeros((), dtype=torch.bool, device="cuda")
     for _ in range(1000):
-        out = gdn_decode(*inputs.tensors, pool, read, read + 16, backend="kernels")
-        assert torch.equal(out, first)
-    assert torch.equal(bits(pool[16:]), bits(state))
+        out.fill_(math.nan)
+        pool[n:].fill_(math.nan)
+        operator(kind)(*inputs.tensors, pool, read, write, **options)
+        different |= (out != first).any() | (pool[n:] != state).any()
+    assert not different
+
+
+def test_more_rows_than_a_grid_dimension_few_of_them_live():
+    n, hv = 65_537, 1
+    inputs = delta_inputs("gdn", "randn", n, 1, hv, device="cuda")
+    live = (0, 1, 30_000, 65_534, 65_535, 65_536)
+    pool = filled_pool(2 * len(live), hv, torch.float32, used=range(len(live)))
+    read = torch.full((n,), -1, dtype=torch.int32, device="cuda")
+    rows = torch.tensor(live, device="cuda")
+    few = torch.arange(len(live), dtype=torch.int32, device="cuda")
+    read[rows] = few
+    write = torch.where(read >= 0, read + len(live), read)
+    other = pool.clone()
+    out = torch.full((n, hv, 128), math.nan, dtype=torch.bfloat16, device="cuda")
+    gdn_decode(*inputs.tensors, pool, read, write, out=out, backend="kernels")
+    alone = gdn_decode(*inputs.rows(rows).tensors, other, few, few + len(live), backend="kernels")
+    assert torch.equal(out[rows], alone)
+    assert torch.equal(bits(pool), bits(other))
+    assert int((out != 0).any(dim=(1, 2)).sum()) == len(live)
 
 
 @pytest.mark.parametrize(
@@ -253,14 +286,19 @@ def test_settled_steps_equal_waiting_steps():
             assert torch.equal(bits(pool), bits(other))
 
 
-def test_no_rows_and_no_live_rows():
-    inputs = delta_inputs("gdn", "randn", 3, 4, 8, device="cuda")
-    pool = filled_pool(2, 8, torch.float32)
+@pytest.mark.parametrize("n", [3, 300])
+@pytest.mark.parametrize(("kind", "bound"), KINDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_no_rows_and_no_live_rows(dtype, kind, bound, n):
+    inputs = delta_inputs(kind, "randn", n, 4 if kind == "gdn" else 8, 8, lower_bound=bound, device="cuda")
+    pool = filled_pool(2, 8, dtype)
     before = pool.clone()
-    none = ids(-1, 2, -5, device="cuda")
-    assert not gdn_decode(*inputs.tensors, pool, none, none, backend="kernels").any()
+    none = ids(-1, 2, -5, device="cuda").repeat(n // 3)
+    out = torch.full((n, 8, 128), math.nan, dtype=torch.bfloat16, device="cuda")
+    options = {**inputs.gate_options, "backend": "kernels"}
+    assert not operator(kind)(*inputs.tensors, pool, none, none, out=out, **options).any()
     empty = inputs.rows(slice(0, 0))
-    out = gdn_decode(*empty.tensors, pool, none[:0], none[:0], backend="kernels")
+    out = operator(kind)(*empty.tensors, pool, none[:0], none[:0], **options)
     assert out.shape == (0, 8, 128)
     assert torch.equal(bits(pool), bits(before))
 
@@ -291,6 +329,40 @@ def test_unserved_combinations_are_refused_before_launch():
         with pytest.raises(InvalidArgumentError, match="write_ids"):
             gdn_decode(*inputs.tensors, pool, both, bad, backend="kernels")
     assert not pool.any()
+
+
+BAD = {
+    "q": lambda a: {"q": torch.zeros(2 * 512 + 1, dtype=torch.bfloat16, device="cuda")[1:].view(2, 4, 128)},
+    "q, v": lambda a: {"q": a["q"][:, :3], "k": a["k"][:, :3]},
+    "k": lambda a: {"k": a["k"][:1]},
+    "v": lambda a: {"v": a["v"][:1]},
+    "g": lambda a: {"g": a["g"].transpose(1, 2)},
+    "b": lambda a: {"b": a["b"][:, :2]},
+    "A_log": lambda a: {"A_log": a["A_log"].bfloat16()},
+    "dt_bias": lambda a: {"dt_bias": a["dt_bias"].reshape(-1)[:-1]},
+    "state": lambda a: {"state": torch.zeros(4 * 65536 + 2, device="cuda")[2:].view(4, 4, 128, 128)},
+    "read_ids": lambda a: {"read_ids": a["read_ids"].long()},
+    "write_ids": lambda a: {"write_ids": a["write_ids"].cpu()},
+    "lower_bound": lambda a: {"lower_bound": 0.5},
+    "out": lambda a: {"out": torch.empty(2, 4, 128, device="cuda")},
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_wrong_is_named_before_launch(name):
+    """The launch path skips the full check: what the loaded function refuses, and what it cannot see, is named all the same."""
+    inputs = delta_inputs("kda", "randn", 2, 4, 4, device="cuda")
+    names = ("q", "k", "v", "g", "b", "A_log", "dt_bias")
+    both = ids(0, 1, device="cuda")
+    pool = torch.zeros(4, 4, 128, 128, device="cuda")
+    arguments = {**dict(zip(names, inputs.tensors)), "state": pool, "read_ids": both, "write_ids": both}
+    kda_decode(**arguments, backend="kernels")
+    before = pool.clone()
+    arguments |= BAD[name](arguments)
+    with pytest.raises(InvalidArgumentError, match=f"^{name}:"):
+        kda_decode(**arguments, backend="kernels")
+    assert torch.equal(bits(pool), bits(before))
+    assert torch.equal(arguments["state"], before) or not arguments["state"].any()
 
 
 def test_C6_one_object_serves_other_sizes():
