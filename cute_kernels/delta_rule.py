@@ -15,6 +15,7 @@ from .validation import (
     FLOAT_DTYPES,
     HEAD_DIM,
     STATE_DTYPES,
+    Backend,
     check_alignment,
     check_heads,
     check_ids,
@@ -24,6 +25,7 @@ from .validation import (
     check_pool,
     check_rows,
     check_tensor,
+    uses_kernels,
 )
 
 recurrent_decode = jit_cache("recurrent_decode")
@@ -173,6 +175,7 @@ def launch_decode(
     scale: float | None,
     qk_l2norm: bool,
     settled: bool,
+    backend: Backend,
     out: torch.Tensor | None,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -184,8 +187,8 @@ def launch_decode(
     state: torch.Tensor,
     read_ids: torch.Tensor,
     write_ids: torch.Tensor,
-) -> torch.Tensor:
-    """Check and run T = 1 decode on the current stream.
+) -> torch.Tensor | None:
+    """Check and run T = 1 decode on the current stream; None, and nothing done, where the reference is to run.
 
     A full check takes longer than the launch. The loaded function checks ranks, dtypes, sizes, strides, addresses and
     devices by itself before it launches, `decode_function` what no tensor shows alone; a refusal of either becomes the full
@@ -193,14 +196,12 @@ def launch_decode(
     """
     try:
         (rows, hk, width), hv = q.shape, v.shape[1]
-        bias = dt_bias
-        if kda and bias.dim() == 2:
-            bias = bias.view(-1)
+        bias = dt_bias.view(-1) if kda and dt_bias.dim() == 2 else dt_bias
+        function = decode_function(
+            backend, q.get_device(), kda, lower_bound, state.dtype, rows, hk, hv, bias.numel() if kda else hv
+        )
         if out is None:
             out = torch.empty_like(v)
-        function = decode_function(kda, lower_bound, state.dtype, rows, hk, hv, bias.numel())
-        if rows == 0:
-            raise ValueError  # nothing to launch once the full check finds no fault
         function(
             q,
             k,
@@ -218,20 +219,38 @@ def launch_decode(
             width**-0.5 if scale is None else scale,
             lower_bound or 0.0,
         )
-    except (TypeError, ValueError, AttributeError, LookupError, RuntimeError):
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RuntimeError):
+        if not uses_kernels(backend, q.device):
+            return None
         arguments = (q, k, v, gate, b, A_log, dt_bias, state, read_ids, write_ids)
         operator = "kda_decode" if kda else "gdn_decode"
         check_arguments(operator, *arguments, out, kda=kda, lower_bound=lower_bound, kernels=True)
-        if out is None or q.shape[0]:
+        if q.shape[0]:
             raise
+        out = torch.empty_like(v) if out is None else out
     return out
 
 
 @tables.memoised
 def decode_function(
-    kda: bool, lower_bound: float | None, dtype: torch.dtype, rows: int, hk: int, hv: int, bias: int
+    backend: Backend,
+    device: int,
+    kda: bool,
+    lower_bound: float | None,
+    dtype: torch.dtype,
+    rows: int,
+    hk: int,
+    hv: int,
+    bias: int,
 ) -> CompiledKernel:
-    """The loaded function for these sizes; `bias` is the length of dt_bias. ValueError or KeyError where none serves them."""
-    if hv % hk or (kda and bias != hv * HEAD_DIM) or not (lower_bound is None or lower_bound < 0.0):
+    """The loaded function for these sizes, on CUDA device number `device` (-1: none); `bias` is the length of dt_bias.
+
+    Raises ValueError or KeyError where there is nothing to launch: the reference is to run, there are no rows, or the sizes
+    contradict each other.
+    """
+    if device < 0 or not uses_kernels(backend, torch.device("cuda", device)):
+        raise ValueError
+    sound = hv % hk == 0 and bias == (hv * HEAD_DIM if kda else hv)
+    if rows == 0 or not sound or not (lower_bound is None or lower_bound < 0.0):
         raise ValueError
     return recurrent_decode(recurrent.choose(kind_of(kda, lower_bound), STATE_NAMES[dtype], rows * hv))

@@ -114,10 +114,11 @@ def gdn_decode(
     Raises:
         InvalidArgumentError, UnsupportedConfigError, BackendUnavailableError: before any launch, nothing changed.
     """
-    if uses_kernels(backend, q.device):
-        return launch_decode(
-            False, None, scale, qk_l2norm, settled, out, q, k, v, a, b, A_log, dt_bias, state, read_ids, write_ids
-        )
+    done = launch_decode(
+        False, None, scale, qk_l2norm, settled, backend, out, q, k, v, a, b, A_log, dt_bias, state, read_ids, write_ids
+    )
+    if done is not None:
+        return done
     arguments = (q, k, v, a, b, A_log, dt_bias, state, read_ids, write_ids)
     check_arguments("gdn_decode", *arguments, out, kda=False, kernels=False)
     return reference.gdn_decode(*arguments, scale=scale, qk_l2norm=qk_l2norm, out=out)

@@ -126,10 +126,11 @@ def kda_decode(
     Raises:
         InvalidArgumentError, UnsupportedConfigError, BackendUnavailableError: before any launch, nothing changed.
     """
-    if uses_kernels(backend, q.device):
-        return launch_decode(
-            True, lower_bound, scale, qk_l2norm, settled, out, q, k, v, g, b, A_log, dt_bias, state, read_ids, write_ids
-        )
+    done = launch_decode(
+        True, lower_bound, scale, qk_l2norm, settled, backend, out, q, k, v, g, b, A_log, dt_bias, state, read_ids, write_ids
+    )
+    if done is not None:
+        return done
     arguments = (q, k, v, g, b, A_log, dt_bias, state, read_ids, write_ids)
     check_arguments("kda_decode", *arguments, out, kda=True, lower_bound=lower_bound, kernels=False)
     return reference.kda_decode(*arguments, lower_bound=lower_bound, scale=scale, qk_l2norm=qk_l2norm, out=out)

@@ -218,7 +218,7 @@ def launch_decode(
             lower_bound or 0.0,
             eps,
         )
-    except (TypeError, ValueError, AttributeError, LookupError, RuntimeError):
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RuntimeError):
         check_arguments(operator, arguments, conv_bias, gate_activation, lower_bound, None, out, kda=kda, kernels=True)
         if out is None or x.shape[0]:
             raise
