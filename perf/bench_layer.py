@@ -66,7 +66,10 @@ def prepare(case: Case, ws: Workspace, peers: dict[str, ModuleType]) -> Prepared
 
     def ours(i: int, read: torch.Tensor, write: torch.Tensor) -> Callable[[], torch.Tensor]:
         log, out = logs[i % len(logs)], outs[i % len(outs)]
-        options: dict[str, Any] = {} if log is None else {"cu_seqlens": cu, "draft_log": log, "num_accepted": accepted}
+        # As in a served step and in the bare recurrence's case: the kernel before wrote neither ids nor states of this one.
+        options: dict[str, Any] = {"settled": True}
+        if log is not None:
+            options |= {"cu_seqlens": cu, "draft_log": log, "num_accepted": accepted}
         return lambda: _operator(cute_kernels, case, p, p.delta.pool, p.conv.pool, read, write, out=out, **options)
 
     contenders = [
