@@ -127,7 +127,23 @@ def kda_decode(
         InvalidArgumentError, UnsupportedConfigError, BackendUnavailableError: before any launch, nothing changed.
     """
     done = launch_decode(
-        True, lower_bound, scale, qk_l2norm, settled, backend, out, q, k, v, g, b, A_log, dt_bias, state, read_ids, write_ids
+        True,
+        lower_bound,
+        scale,
+        qk_l2norm,
+        settled,
+        backend,
+        out,
+        q,
+        k,
+        v,
+        g,
+        b,
+        A_log,
+        dt_bias,
+        state,
+        read_ids,
+        write_ids,
     )
     if done is not None:
         return done

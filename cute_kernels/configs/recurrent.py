@@ -54,11 +54,15 @@ class RecurrentDecodeKey:
         return None
 
 
-# From the sweep in docs/autotune.md; `heads` is sequences x value heads. Starting while the launch before drains gains at
-# every size but one: KDA on a bf16 pool, where above this many heads the running blocks need the slots it takes.
+# `heads` is sequences x value heads. Above these counts a block takes 4 KiB: with more bytes a block even a plain copy loses 4 %
+# of the bandwidth. Below, fewer and larger blocks prepare k, q and the gates less often.
+SMALL_BLOCK_HEADS = {("gdn", "float32"): 512, ("gdn", "bfloat16"): 2048, ("kda", "float32"): 2048}
+GDN_BF16_FEW_HEADS = 64  # up to here the shorter rows finish sooner
+# One wave of blocks that fills the device: whole heads (GDN), two warps that share the gates (KDA).
+ONE_WAVE_HEADS = {("gdn", "float32"): (182, 313), ("kda", "bfloat16"): (46, 181)}
+# Starting while the launch before drains gains at every size but one: KDA on a bf16 pool, where above this many heads the
+# running blocks need the slots it takes.
 KDA_BF16_PDL_MAX_HEADS = 1536
-# A GDN bf16 row of four is the fewest instructions an element; with few heads shorter rows finish sooner.
-GDN_BF16_SMALL_HEADS = 64
 
 
 @tables.memoised
@@ -69,8 +73,14 @@ def choose(kind: Kind, state: StateDtype, heads: int) -> RecurrentDecodeKey:
 
 def heuristic(kind: Kind, state: StateDtype, heads: int) -> RecurrentDecodeKey:
     """What `choose` returns where nothing was measured. Legal for every shape."""
+    small = heads > SMALL_BLOCK_HEADS.get((kind[:3], state), heads)
+    if state == "float32" and small:
+        return RecurrentDecodeKey(kind, state, 1, 2, True)
+    low, high = ONE_WAVE_HEADS.get((kind[:3], state), (1, 0))
+    if low <= heads <= high:
+        return RecurrentDecodeKey(kind, state, 4, 8 if kind == "gdn" else 2, True)
     if kind == "gdn":
-        rows = 2 if state == "float32" or heads <= GDN_BF16_SMALL_HEADS else 4
+        rows = 2 if state == "float32" or small or heads <= GDN_BF16_FEW_HEADS else 4
         return RecurrentDecodeKey(kind, state, rows, 2, True)
     # KDA prepares a gate for every channel: one warp with the longest rows does it for the most of V.
     return RecurrentDecodeKey(kind, state, 4, 1, state == "float32" or heads <= KDA_BF16_PDL_MAX_HEADS)
@@ -92,7 +102,8 @@ def shipped() -> list[Entry]:
     keys: set[RecurrentDecodeKey] = set()
     for kind in KINDS:
         for state in STATE_DTYPES:
-            sizes = (1, GDN_BF16_SMALL_HEADS + 1, KDA_BF16_PDL_MAX_HEADS + 1)
-            keys |= {heuristic(kind, state, heads) for heads in sizes}
+            bounds = (GDN_BF16_FEW_HEADS, KDA_BF16_PDL_MAX_HEADS, *SMALL_BLOCK_HEADS.values())
+            bounds += tuple(low for low, _ in ONE_WAVE_HEADS.values())
+            keys |= {heuristic(kind, state, heads) for heads in (1, *(bound + 1 for bound in bounds))}
             keys |= tables.shipped_keys("recurrent_decode", {"kind": kind, "state": state}, heuristic(kind, state, 1))
     return [Entry("recurrent_decode", key, ResourceBudget(max_registers=128)) for key in sorted(keys, key=repr)]

@@ -59,7 +59,7 @@ def softplus(x: Float32) -> Float32:
     e = cute.math.exp(x, fastmath=True)
     w = Float32(1.0) + e
     d = w - Float32(1.0)
-    y = cute.math.log(w, fastmath=True) * (e / d) if d > Float32(0.0) else e
+    y = cute.math.log(w, fastmath=True) * (e * cute.arch.rcp_approx(d)) if d > Float32(0.0) else e
     return x if x > Float32(20.0) else y
 
 
