@@ -280,7 +280,8 @@ def rows(count: int) -> dict[str, Any]:
 def test_ranges_meet_between_sizes_and_equal_neighbours_are_one_entry() -> None:
     measured = [*trials(16, {2: 10.0, 1: 8.0}), *trials(64, {2: 10.0, 1: 9.0}), *trials(256, {2: 10.0, 1: 11.0})]
     measured += trials(1024, {2: 10.0, 4: 9.0})
-    first, second = store.entries(SPACE, measured)
+    space = replace(SPACE, heuristic=lambda kind, state, heads: recurrent.RecurrentDecodeKey(kind, state, 2, 2, True))
+    first, second = store.entries(space, measured)
     assert (first["range"], first["set"], first["gain"]) == ({"heads": [1, 128]}, rows(1), [0.1, 0.2])
     assert (second["range"], second["set"]) == ({"heads": [513, 2048]}, rows(4))
 
