@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 from cutlass.cute.nvgpu import cpasync
 
-from .arith import log_decay_softplus, sigmoid
+from .arith import sigmoid
 from .prefill_layout import CHUNK, HEAD, INPUT_STAGES, OPERAND_BYTES, TILE_BYTES, WORK_STAGES, Field, Flag
 from .prefill_sync import advance, read_record
 from .state_io import row_ptr
@@ -41,11 +41,21 @@ def load_scalars(mX: cute.Tensor, token: Int32, count: Int32, head: Int32, lane:
 
 
 @cute.jit
-def write_gates(raw, logit, bias: Float32, a_log: Float32, count: Int32, vector: Int32, lane: Int32):
+def log2_decay(x: Float32, rate: Float32) -> Float32:
+    """rate log2(1 + e^x) with rate = -e^A_log: the log decay in base 2. What rounding takes from 1 + e is put back."""
+    e = cute.math.exp2(x * Float32(LOG2_E), fastmath=True)
+    w = Float32(1.0) + e
+    lost = e - (w - Float32(1.0))
+    y = cute.math.log2(w, fastmath=True) + lost * cute.arch.rcp_approx(w) * Float32(LOG2_E)
+    return rate * (x * Float32(LOG2_E) if x > Float32(20.0) else y)
+
+
+@cute.jit
+def write_gates(raw, logit, bias: Float32, rate: Float32, count: Int32, vector: Int32, lane: Int32):
     """The gate vectors of a chunk, by one warp; lane l has the raw gates and logits of tokens l and l + 32."""
     g = cute.make_rmem_tensor(cute.make_layout(2), Float32)
     for half in cutlass.range_constexpr(2):
-        value = log_decay_softplus(raw[half], bias, a_log) * Float32(LOG2_E)
+        value = log2_decay(raw[half] + bias, rate)
         g[half] = sum_scan(value if lane + 32 * half < count else Float32(0.0), lane)
     g[1] = g[1] + cute.arch.shuffle_sync(g[0], 31)
     end = cute.arch.shuffle_sync(g[1], 31)
@@ -135,14 +145,16 @@ def write_query_vectors(
 
 
 @cute.jit
-def rewrite_update_operand(k_tile: Int32, u_tile: Int32, part: Int32, lane: Int32, factor: Float32):
-    """K'_j = factor_j k_j in fp16 for the warp's 32 rows; lane l holds the factor of row 32 part + l.
+def rewrite_update_operand(
+    k_tile: Int32, u_tile: Int32, first: Int32, rows: cutlass.Constexpr, lane: Int32, factor: Float32
+):
+    """K'_j = factor_j k_j in fp16 for rows `first .. first + rows - 1`; lane l holds the factor of row first + l.
 
     Loops stay loops here and below: four roles run at once, and what they fetch of instructions is a limit of its own.
     """
     inner = lane >> 3
-    start = (32 * part + inner) * 128 + (((lane & 7) ^ inner) << 4)
-    for batch in cutlass.range(4, unroll=1):
+    start = (first + inner) * 128 + (((lane & 7) ^ inner) << 4)
+    for batch in cutlass.range(rows // 8, unroll=1):
         at = start + batch * 1024
         # Rows 8 batch + inner and + 4: the second one's pieces are swizzled by 4 more.
         offsets = [at, at + TILE_BYTES, (at ^ 64) + 512, (at ^ 64) + 512 + TILE_BYTES]
@@ -180,22 +192,40 @@ def copy_output_rows(
 
 
 @cute.jit
-def run_keys(shared, part, lane, l2norm, scale, transition: cutlass.Constexpr):
-    """Vectors of query rows 32 + 16 part .. + 15 and K' of key rows 32 part .. + 31 of every chunk."""
+def run_gates(shared, mA: cute.Tensor, mB: cute.Tensor, mALog: cute.Tensor, mDtBias: cute.Tensor, lane):
+    """Gates of every chunk, from its record on."""
+    stage, parity = Int32(0), Int32(0)
+    shared.begun.wait_full(stage, parity)
+    record = read_record(shared.records, stage)
+    while (record[Field.FLAGS] & Flag.STOP) == 0:
+        token, count, head = record[Field.TOKEN], record[Field.COUNT], record[Field.HEAD]
+        raw = load_scalars(mA, token, count, head, lane)
+        logit = load_scalars(mB, token, count, head, lane)
+        rate = -cute.math.exp(mALog[head], fastmath=True)
+        write_gates(raw, logit, mDtBias[head], rate, count, shared.vector_base + stage * VECTOR_BYTES, lane)
+        shared.inputs.publish(stage)
+        stage, parity = advance(stage, parity, INPUT_STAGES)
+        shared.begun.wait_full(stage, parity)
+        record = read_record(shared.records, stage)
+
+
+@cute.jit
+def run_keys(shared, first, rows: cutlass.Constexpr, query, query_rows: cutlass.Constexpr, lane, l2norm, scale):
+    """K' of key rows `first .. first + rows - 1` of every chunk, and vectors of `query_rows` query rows from `query` on."""
     stage, parity, work, work_parity = Int32(0), Int32(0), Int32(0), Int32(0)
     shared.inputs.wait_full(stage, parity)
     record = read_record(shared.records, stage)
     while (record[Field.FLAGS] & Flag.STOP) == 0:
         vector = shared.vector_base + stage * VECTOR_BYTES
-        if cutlass.const_expr(not transition):
+        if cutlass.const_expr(query_rows > 0):
             tile = shared.q_base + stage * OPERAND_BYTES
-            write_query_vectors(tile, vector, 32 + 16 * part, 16, record[Field.COUNT], l2norm, scale, lane)
+            write_query_vectors(tile, vector, query, query_rows, record[Field.COUNT], l2norm, scale, lane)
             shared.queries.publish(stage)
         shared.keys.wait_full(stage, parity)
-        factor = load_shared(vector + REST + (32 * part + lane) * 4, 1)
+        factor = load_shared(vector + REST + (first + lane % rows) * 4, 1)
         shared.pairs.wait_empty(work, work_parity)
         rewrite_update_operand(
-            shared.k_base + stage * OPERAND_BYTES, shared.u_base + work * OPERAND_BYTES, part, lane, factor
+            shared.k_base + stage * OPERAND_BYTES, shared.u_base + work * OPERAND_BYTES, first, rows, lane, factor
         )
         shared.inputs.release(stage)
         shared.update.publish_to_async(work)
@@ -206,8 +236,8 @@ def run_keys(shared, part, lane, l2norm, scale, transition: cutlass.Constexpr):
 
 
 @cute.jit
-def run_queries(shared, slab, lane, tma_out, gOut, sV, mOut, l2norm, scale):
-    """Vectors of a chunk's query rows 0..31; then the output of the chunk two before it, which the state has left."""
+def run_queries(shared, query, stores: cutlass.Constexpr, slab, lane, tma_out, gOut, sV, mOut, l2norm, scale):
+    """Vectors of 32 query rows from `query` on; where it `stores`, output of the chunk two before, which the state has left."""
     stage, parity, done, done_parity = Int32(0), Int32(0), Int32(0), Int32(0)
     token, count, head = [Int32(0), Int32(0)], [Int32(-1), Int32(-1)], [Int32(0), Int32(0)]
     shared.inputs.wait_full(stage, parity)
@@ -217,25 +247,29 @@ def run_queries(shared, slab, lane, tma_out, gOut, sV, mOut, l2norm, scale):
         if (record[Field.FLAGS] & Flag.STOP) == 0:
             following = record[Field.COUNT]
             vector = shared.vector_base + stage * VECTOR_BYTES
-            write_query_vectors(shared.q_base + stage * OPERAND_BYTES, vector, 0, 32, following, l2norm, scale, lane)
+            write_query_vectors(
+                shared.q_base + stage * OPERAND_BYTES, vector, query, 32, following, l2norm, scale, lane
+            )
             shared.queries.publish(stage)
         following_token, following_head = record[Field.TOKEN], record[Field.HEAD]
         if following >= 0:
             shared.inputs.release(stage)
-        if count[0] >= 0:
-            shared.output.wait_full(done, done_parity)
-            column = head[0] * HEAD + slab * 64
-            cute.arch.fence_view_async_shared()
-            if count[0] == CHUNK:
-                store_output_rows(tma_out, gOut, sV, shared.slabs, token[0], column, done)
-            else:
-                copy_output_rows(
-                    shared.v_base + done * shared.value_bytes, shared.slabs, mOut, token[0], count[0], column, lane
-                )
+        if cutlass.const_expr(stores):
+            if count[0] >= 0:
+                shared.output.wait_full(done, done_parity)
+                column = head[0] * HEAD + slab * 64
                 cute.arch.fence_view_async_shared()
-            shared.v.release(done)
-            done, done_parity = advance(done, done_parity, INPUT_STAGES)
-        token, count, head = [token[1], following_token], [count[1], following], [head[1], following_head]
+                if count[0] == CHUNK:
+                    store_output_rows(tma_out, gOut, sV, shared.slabs, token[0], column, done)
+                else:
+                    copy_output_rows(
+                        shared.v_base + done * shared.value_bytes, shared.slabs, mOut, token[0], count[0], column, lane
+                    )
+                    cute.arch.fence_view_async_shared()
+                shared.v.release(done)
+                done, done_parity = advance(done, done_parity, INPUT_STAGES)
+        if cutlass.const_expr(stores):
+            token, count, head = [token[1], following_token], [count[1], following], [head[1], following_head]
         if following >= 0:
             stage, parity = advance(stage, parity, INPUT_STAGES)
             shared.inputs.wait_full(stage, parity)

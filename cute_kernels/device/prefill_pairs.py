@@ -139,11 +139,12 @@ def write_weights(qk, vector: Int32, rows, diagonal, tile: Int32, warp: Int32, l
             near.append(pack_f16(entries[0], entries[1]))
     zero = cutlass.Uint32(0)
     for b in cutlass.range_constexpr(4):
-        words = [pick(warp == b, near[i], zero) for i in range(4)]
-        if cutlass.const_expr(b < 3):
-            far = far_words(qk, b, [rows[b][r] * p_row[r] for r in range(2)], vector, lane)
-            words = [pick(b < warp, far[i], words[i]) for i in range(4)]
-        stmatrix4(tile_address(tile, 16 * warp + (lane & 15), 2 * b + (lane >> 4)), *words)
+        at = tile_address(tile, 16 * warp + (lane & 15), 2 * b + (lane >> 4))
+        if b >= warp:
+            stmatrix4(at, *[pick(warp == b, near[i], zero) for i in range(4)])
+        else:
+            if cutlass.const_expr(b < 3):
+                stmatrix4(at, *far_words(qk, b, [rows[b][r] * p_row[r] for r in range(2)], vector, lane))
 
 
 @cute.jit

@@ -54,6 +54,7 @@ from ..device.prefill_gdn_rows import (
     VECTOR_BYTES,
     X_FACTOR,
     load_scalars,
+    run_gates,
     run_keys,
     run_queries,
     write_gates,
@@ -92,9 +93,9 @@ from ..device.prefill_state import (
 from ..device.prefill_sync import Bundle, Ring, advance, read_record, write_record
 from ..device.warp_ops import load_shared, store_shared
 
-THREADS = 512
-# Registers a thread of state, pairs and data; 512 in all for the four warpgroups.
-REGISTERS = {2: (176, 104, 56), 1: (208, 104, 88)}
+THREADS = {2: 512, 1: 640}
+# Registers a thread of state, pairs and data: 512 in all for four warpgroups, 480 for the five of half a head.
+REGISTERS = {2: (176, 104, 56), 1: (176, 96, 56)}
 BLOCKS = {2: 132, 1: 66}  # heads at work at once: a block stays on its multiprocessor and takes item after item
 WORK_LIMIT = 1 << 30  # every slot of the workspace is a slot
 
@@ -161,7 +162,7 @@ class GdnPrefill:
 
         @cute.struct
         class SharedStorage:
-            barriers: cute.struct.MemRange[cutlass.Int64, 2 * (5 * INPUT_STAGES + 2 * WORK_STAGES)]
+            barriers: cute.struct.MemRange[cutlass.Int64, 2 * (6 * INPUT_STAGES + 2 * WORK_STAGES)]
             records: cute.struct.Align[cute.struct.MemRange[Int32, INPUT_STAGES * RECORD_WORDS], 16]
             vectors: cute.struct.Align[cute.struct.MemRange[Float32, INPUT_STAGES * VECTOR_BYTES // 4], 128]
             lower: cute.struct.Align[cute.struct.MemRange[Float16, (3 - self.slabs) * CHUNK * LOWER_PITCH // 2], 128]
@@ -182,8 +183,8 @@ class GdnPrefill:
             read_mma, token_mma, update_mma, pair_mma, input_layout, value_layout, update_layout, pair_layout,
         ).launch(
             grid=[(3 - self.slabs) * cutlass.min(items, Int32(BLOCKS[self.slabs])), 1, 1],
-            block=[THREADS, 1, 1],
-            max_number_threads=[THREADS, 1, 1],
+            block=[THREADS[self.slabs], 1, 1],
+            max_number_threads=[THREADS[self.slabs], 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
         )  # fmt: skip
@@ -253,9 +254,10 @@ class GdnPrefill:
                 ring.initialise()
             cute.arch.mbarrier_init_fence()
         # Blocks of T' above the diagonal are zero and no one writes them.
-        for i in cutlass.range_constexpr(WORK_STAGES * TILE_BYTES // 16 // THREADS):
-            zero = Uint32(0)
-            store_shared(shared.t_base + (i * THREADS + tidx) * 16, zero, zero, zero, zero)
+        zero = Uint32(0)
+        if tidx < 512:
+            for i in cutlass.range_constexpr(WORK_STAGES * TILE_BYTES // 16 // 512):
+                store_shared(shared.t_base + (i * 512 + tidx) * 16, zero, zero, zero, zero)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_threads()
 
@@ -294,42 +296,63 @@ class GdnPrefill:
             )
         else:
             cute.arch.setmaxregister_decrease(data)
-            if warp % 4 == 0:
+            if warp == 12:
                 self.run_producer(
                     shared, item, hv * self.groups(cute.size(mReadIds), long_rows, parts), blocks // (3 - self.slabs), slab,
                     lane, tma_q, gQ, tma_k, gK, tma_v, gV, sQ, sK, sV, mA, mB, mALog, mDtBias, mPool, mReadIds, mWriteIds,
                     mCuSeqlens, mKeptCu, mKeptEnds, mKeptSlots, hk, hv, num_slots, has_checkpoints, min_tokens, long_rows,
                     long_length, parts,
                 )  # fmt: skip
-            elif warp % 4 == 3:
-                if cutlass.const_expr(not self.key.transition):
-                    run_queries(shared, slab, lane, tma_out, gOut, sV, mOut, l2norm, scale)
             else:
-                run_keys(shared, warp % 4 - 1, lane, l2norm, scale, self.key.transition)
+                output = (slab, lane, tma_out, gOut, sV, mOut, l2norm, scale)
+                queried = not self.key.transition
+                if cutlass.const_expr(self.slabs == 2):
+                    if warp == 15:
+                        if cutlass.const_expr(queried):
+                            run_queries(shared, 0, True, *output)
+                    else:
+                        part = warp - 13
+                        run_keys(shared, 32 * part, 32, 32 + 16 * part, 16 if queried else 0, lane, l2norm, scale)
+                else:
+                    if warp == 13:
+                        run_gates(shared, mA, mB, mALog, mDtBias, lane)
+                    elif warp < 18:
+                        run_keys(shared, 16 * (warp - 14), 16, 0, 0, lane, l2norm, scale)
+                    elif warp == 18:
+                        if cutlass.const_expr(queried):
+                            run_queries(shared, 32, False, *output)
+                    else:
+                        if cutlass.const_expr(queried):
+                            run_queries(shared, 0, True, *output)
 
     def bundle(self, storage, mLog):
         """Barriers and shared addresses of the block. Arrivals are one per warp, or one for a TMA load."""
         barriers = storage.barriers.data_ptr()
         log = mLog.iterator.toint()
         rings, used = [], 0
-        queries = 0 if self.key.transition else 1
-        state = 4 * self.slabs
+        state, keys, queries = (8, 2, 1) if self.slabs == 2 else (4, 4, 2)
+        queries = 0 if self.key.transition else queries
         for stages, producers, consumers in (
-            (INPUT_STAGES, 2, state + 4 + 2 + queries),  # K, Q, chunk record, gates: full by TMA and by the gates' warp
+            (
+                INPUT_STAGES,
+                2,
+                state + 4 + keys + queries,
+            ),  # K, Q, chunk record, gates: full by TMA and by the gates' warp
             (INPUT_STAGES, 1, 1 if queries else state),  # V: full by TMA, empty when its output has gone
             (INPUT_STAGES, 4, 1),  # key vectors, full only; empty with the inputs, as are the next
-            (INPUT_STAGES, 3, 1),  # query vectors
-            (WORK_STAGES, 2, 1),  # K', full only; empty with the next
+            (INPUT_STAGES, 3 if self.slabs == 2 else 2, 1),  # query vectors
+            (WORK_STAGES, keys, 1),  # K', full only; empty with the next
             (WORK_STAGES, 4, state),  # T' and P
             (INPUT_STAGES, state, 1),  # output, full only
+            (INPUT_STAGES, 1, 1),  # chunk record for the gates' warp of half a head, full only
         ):
             probe = (self.key.debug, len(rings), log) if self.key.debug else None
             rings.append(Ring(barriers + used, stages, producers, consumers, probe))
             used += 2 * stages
-        inputs, v, keys, queries, update, pairs, output = rings
+        inputs, v, keys, queries, update, pairs, output, begun = rings
         return Bundle(
             slabs=self.slabs, value_bytes=self.slabs * TILE_BYTES,
-            rings=rings, inputs=inputs, v=v, keys=keys, queries=queries, update=update, pairs=pairs, output=output,
+            rings=rings, inputs=inputs, v=v, keys=keys, queries=queries, update=update, pairs=pairs, output=output, begun=begun,
             records=storage.records.data_ptr().toint(),
             vector_base=storage.vectors.data_ptr().toint(),
             lower=storage.lower.data_ptr().toint(),
@@ -381,8 +404,6 @@ class GdnPrefill:
                     group, row, lane, mReadIds, mWriteIds, mCuSeqlens, long_length, parts, self.key.transition
                 )
             head = item % hv
-            a_log = mALog[head]
-            bias = mDtBias[head]
             entry = Int32(0)
             entry_end = Int32(0)
             start = Int32(0)
@@ -394,8 +415,13 @@ class GdnPrefill:
                     entry = mKeptCu[sequence]
                     entry_end = mKeptCu[sequence + 1]
             end, kept, entry = next_chunk(position, stop, entry, entry_end, mKeptEnds, mKeptSlots, num_slots)
-            raw = load_scalars(mA, start + position, end - position, head, lane)
-            logit = load_scalars(mB, start + position, end - position, head, lane)
+            raw, logit = [Float32(0.0), Float32(0.0)], [Float32(0.0), Float32(0.0)]
+            bias, rate = Float32(0.0), Float32(0.0)
+            if cutlass.const_expr(self.slabs == 2):
+                bias = mDtBias[head]
+                rate = -cute.math.exp(mALog[head], fastmath=True)
+                raw = load_scalars(mA, start + position, end - position, head, lane)
+                logit = load_scalars(mB, start + position, end - position, head, lane)
             while (flags & Flag.STOP) == 0:
                 token = start + position
                 count = end - position
@@ -403,18 +429,23 @@ class GdnPrefill:
                 flags = flags | last_flag if last else flags
                 # The next chunk's gates are under way while this one waits; behind the last chunk there is an empty one.
                 next_end, next_kept, entry = next_chunk(end, stop, entry, entry_end, mKeptEnds, mKeptSlots, num_slots)
-                next_raw = load_scalars(mA, start + end, next_end - end, head, lane)
-                next_logit = load_scalars(mB, start + end, next_end - end, head, lane)
+                next_raw, next_logit = raw, logit
+                if cutlass.const_expr(self.slabs == 2):
+                    next_raw = load_scalars(mA, start + end, next_end - end, head, lane)
+                    next_logit = load_scalars(mB, start + end, next_end - end, head, lane)
                 shared.inputs.wait_empty(stage, parity)
                 with cute.arch.elect_one():
                     write_record(shared.records, stage, [token, count, flags, head, read, write, kept, sequence])
                 shared.inputs.expect(stage, OPERAND_BYTES * (1 if self.key.transition else 2))
+                if cutlass.const_expr(self.slabs == 1):
+                    shared.begun.publish(stage)
                 k_column = head // (hv // hk) * HEAD
                 self.load_tile(tma_k, gK, sK, token, k_column, stage, shared.inputs)
                 if cutlass.const_expr(not self.key.transition):
                     self.load_tile(tma_q, gQ, sQ, token, k_column, stage, shared.inputs)
-                write_gates(raw, logit, bias, a_log, count, shared.vector_base + stage * VECTOR_BYTES, lane)
-                shared.inputs.publish(stage)
+                if cutlass.const_expr(self.slabs == 2):
+                    write_gates(raw, logit, bias, rate, count, shared.vector_base + stage * VECTOR_BYTES, lane)
+                    shared.inputs.publish(stage)
                 # V waits for the output that lies over an older V: one chunk behind K and Q it does not hold them up.
                 if token_v >= 0:
                     stage_v, parity_v = self.load_values(tma_v, gV, sV, token_v, column_v, stage_v, parity_v, shared.v)
@@ -434,6 +465,7 @@ class GdnPrefill:
                 write_record(
                     shared.records, stage, [Int32(0), Int32(0), Int32(int(Flag.STOP)), *(none for _ in range(5))]
                 )
+            shared.begun.publish(stage)
             for _ in cutlass.range_constexpr(2):
                 shared.inputs.publish(stage)
             stage, parity = advance(stage, parity, INPUT_STAGES)
