@@ -69,7 +69,7 @@ def launch_chunked(
             *tensors, *no_plan, target, work, *sizes, 0, *rest
         )
         if parts > 2:
-            segment_states(SegmentStatesKey())(work, hv, parts, long_rows)
+            segment_states(SegmentStatesKey())(work, cu_seqlens, hv, parts, long_rows, long_length)
     chosen = slabs or slabs_per_block(hv * max(read_ids.shape[0], long_rows * parts))
     gdn_prefill(GdnPrefillKey(name, slabs=chosen))(*tensors, *plan, target, work, *sizes, has_plan, *rest)
 

@@ -4,9 +4,10 @@ A row of the state [V, K] meets A [K, K] alone, so a block takes one head's 16 V
 of the contraction) holds 64 entries of column k of A in registers, those of the next segment under way; the rows are broadcast
 from shared memory; the two halves exchange their sums there, and each finishes 8 of the 16 rows.
 
-Arguments of the compiled function: work [slots, HV*128*128] fp32, hv, parts, long_rows int32. Of long row i and segment s, slot
-2 (i (parts - 1) + s) holds N and the next one A; N of segment 0 is already the state after it. Afterwards the first slot of every
-segment holds the state after the segment.
+Arguments of the compiled function: work [slots, HV*128*128] fp32, cu_seqlens [N + 1] int32, hv, parts, long_rows, long_length
+int32. Of long row i and segment s, slot 2 (i (parts - 1) + s) holds N and the next one A; N of segment 0 is already the state
+after it. Afterwards the first slot of every segment holds the state after the segment. `long_rows` is what shapes allow; a block
+whose row the lengths do not bear out leaves at once.
 """
 
 import cutlass
@@ -14,8 +15,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from ..compile.cache import cute_compile
-from ..compile.fake import fake_pool, fake_stream
+from ..compile.fake import fake_pool, fake_stream, fake_vector
 from ..device.prefill_layout import HEAD, STATE_ELEMENTS
+from ..device.prefill_schedule import find_long_row
 from ..device.state_io import row_ptr
 from ..device.warp_ops import load_shared, store_shared
 
@@ -31,14 +33,23 @@ class SegmentStates:
         self.key = key
 
     @cute.jit
-    def __call__(self, mWork: cute.Tensor, hv: Int32, parts: Int32, long_rows: Int32, stream):
+    def __call__(
+        self,
+        mWork: cute.Tensor,
+        mCu: cute.Tensor,
+        hv: Int32,
+        parts: Int32,
+        long_rows: Int32,
+        long_length: Int32,
+        stream,
+    ):
         @cute.struct
         class Storage:
             state: cute.struct.Align[cute.struct.MemRange[Float32, 2 * ROWS * HEAD], 128]  # rows, then sums exchanged
 
         self.storage = Storage
         self.kernel.set_name_prefix(self.key.symbol(), remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(mWork, parts).launch(
+        self.kernel(mWork, mCu, parts, long_length).launch(
             grid=[hv, HEAD // ROWS, long_rows],
             block=[THREADS, 1, 1],
             max_number_threads=[THREADS, 1, 1],
@@ -47,12 +58,17 @@ class SegmentStates:
         )
 
     @cute.kernel
-    def kernel(self, mWork: cute.Tensor, parts: Int32):
+    def kernel(self, mWork: cute.Tensor, mCu: cute.Tensor, parts: Int32, long_length: Int32):
         thread, _, _ = cute.arch.thread_idx()
         head, block, index = cute.arch.block_idx()
-        column, half = thread % HEAD, thread // HEAD
         storage = cutlass.utils.SmemAllocator().allocate(self.storage)
-        buffer = storage.state.data_ptr().toint()
+        row = find_long_row(mCu, cute.size(mCu) - 1, index, long_length, thread % 32)
+        if row >= 0:
+            self.compose(mWork, parts, thread, head, block, index, storage.state.data_ptr().toint())
+
+    @cute.jit
+    def compose(self, mWork, parts, thread, head, block, index, buffer):
+        column, half = thread % HEAD, thread // HEAD
         exchange = buffer + ROWS * HEAD * 4
         first = 2 * index * (parts - 1)
         own = ROWS // 2
@@ -97,4 +113,6 @@ class SegmentStates:
 
 def build(key):
     """Compile the kernel."""
-    return cute_compile(SegmentStates(key), fake_pool(Float32), Int32(1), Int32(1), Int32(1), fake_stream())
+    return cute_compile(
+        SegmentStates(key), fake_pool(Float32), fake_vector(Int32), *(Int32(1) for _ in range(4)), fake_stream()
+    )
