@@ -19,7 +19,7 @@ from .inputs import DeltaProblem, Workspace, checkpoints, cu_seqlens
 from .prefill_inputs import PrefillInputs, shared_inputs
 from .timing import COLD_BYTES, Contender
 
-LATER_TOKENS = 2048  # checked of the longest and of the last sequence where they are not the first
+LATER_TOKENS = 1024  # checked of the longest and of the last sequence where they are not the first
 MAX_SETS = 16
 
 

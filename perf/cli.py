@@ -77,7 +77,7 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
         print("\n".join(warm_group(cases, options.warm_here)), end="")
         torch.cuda.empty_cache()
-    cold: set[tuple[str, str]] = set()
+    cold: dict[tuple[str, str], list[str]] = {}
     if options.turn:
         from . import peers
         from .matrix import Turn
@@ -119,14 +119,11 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     return 1 if result["failures"] else 0
 
 
-def _cold_peers(case: Any, cold: set[tuple[str, str]]) -> dict[str, str]:
-    """Peers that did not compile in time for a case, and why."""
-    from .matrix import IN_MEMORY
-    from .peers import NAMES
-    from .warm import group_of
+def _cold_peers(case: Any, cold: dict[tuple[str, str], list[str]]) -> dict[str, str]:
+    """Peers that tune for long and were not done in time for a case, and why they are left out."""
+    from .warm import TUNING, group_of
 
-    family, _ = group = group_of(case)
-    names = [name for name in NAMES if name != IN_MEMORY.get(family)] if group in cold else []
+    names = [name for name in cold.get(group_of(case), ()) if name in TUNING]
     return dict.fromkeys(names, "not compiled and tuned within the limit of this run")
 
 

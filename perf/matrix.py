@@ -34,6 +34,8 @@ START_S = 8.0  # of a family's turn: imports are done, copy bandwidth and matrix
 PATIENCE_S = 30.0  # for a peer that still compiles when nothing else is left to measure
 GRACE_S = 15.0  # beyond its share, for the case in hand
 
+Cold = dict[tuple[str, str], list[str]]  # by group of `warm`, peers that did not compile in time
+
 
 @dataclass
 class Turn:
@@ -51,8 +53,8 @@ class Turn:
         """Written by the one who gives turns."""
         return self.stem.with_suffix(".go")
 
-    def wait(self) -> tuple[float, set[tuple[str, str]]]:
-        """Say ready, and wait to be told to go; gives the seconds to measure in and the groups whose peers did not compile.
+    def wait(self) -> tuple[float, Cold]:
+        """Say ready, and wait to be told to go; gives the seconds to measure in and what peers did not compile.
 
         Raises RuntimeError when its parent is gone.
         """
@@ -63,12 +65,12 @@ class Turn:
                 raise RuntimeError("the process that gives turns has ended")
             time.sleep(0.05)
         seconds, cold = json.loads(self.go.read_text())
-        return seconds, {(family, name) for family, name in cold}
+        return seconds, {(family, name): names for family, name, names in cold}
 
-    def give(self, seconds: float, cold: Sequence[tuple[str, str]] = ()) -> None:
+    def give(self, seconds: float, cold: Cold) -> None:
         """Tell the family to go."""
         text = self.stem.with_suffix(".text")
-        text.write_text(json.dumps([seconds, cold]))
+        text.write_text(json.dumps([seconds, [[*key, names] for key, names in cold.items()]]))
         text.rename(self.go)
 
 
@@ -179,7 +181,7 @@ def _next(families: Sequence[Family], wanted: Sequence[str], say: Callable[[str]
 def _give_turns(
     families: Sequence[Family],
     deadline: float,
-    cold: Sequence[tuple[str, str]],
+    cold: Cold,
     wanted: Sequence[str],
     say: Callable[[str], None],
 ) -> list[str]:

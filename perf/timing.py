@@ -21,12 +21,12 @@ MAX_LAUNCHES = 240
 WORK_US = 300.0  # device time of one graph at least: beside it the start of a graph is small
 LAUNCH_US = 2.0  # what the smallest launch takes
 BYTES_A_US = 4_000_000  # near the copy bandwidth; only decides how many launches make WORK_US
-WARM_UP_S = 0.015  # of real work right before a case is timed, so that clocks are up
+WARM_UP_S = 0.01  # of real work right before a case is timed, so that clocks are up
 OWN = ("ours", "slab_copy")  # names of what must run in a graph
 MIN_ROUNDS = 5
-MAX_ROUNDS = 15
+MAX_ROUNDS = 11
 ENOUGH_SPREAD = 0.005
-ROUND_BUDGET_S = 0.12  # device time after which no further rounds are added
+ROUND_BUDGET_S = 0.08  # device time after which no further rounds are added
 SLOW_S = 0.012  # a replay that lasts longer needs fewer rounds: its own start and end are nothing beside it
 SLOW_ROUNDS = 3
 

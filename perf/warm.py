@@ -15,6 +15,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,19 +25,24 @@ from .cases import Case
 
 POOL_BYTES = 2**29
 FIRST = ("Q1", "G1")
+TUNING = {
+    "fla",
+    "lmdeploy",
+}  # peers that tune Triton kernels for long; without them in time a case is measured without them
 COMPILE_THREADS = 4
+DONE = "warm: "  # begins the line by which a process says that a peer is done
 
 
 def warm_group(cases: Sequence[Case], peer_names: str) -> list[str]:
-    """Call every peer once on every case, without a check or a clock. Gives what failed."""
+    """Call each peer once on every case, without a check or a clock, and say when one is done. Gives what failed."""
     import torch
 
     from . import peers
     from .inputs import Workspace
     from .run import BENCHES, SHARED_ROWS
 
-    adapters, _ = peers.load(peer_names)
-    _compile_configs_together()
+    if not TUNING.isdisjoint(peer_names.split(",")):
+        _compile_configs_together()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ws = Workspace(device, POOL_BYTES, SHARED_ROWS if device.type == "cuda" else 0)
     failures = []
@@ -49,15 +55,18 @@ def warm_group(cases: Sequence[Case], peer_names: str) -> list[str]:
             failures.append(f"{what}: {type(error).__name__}: {str(error)[:160]}")
             return None
 
-    for case in cases:
-        bench = importlib.import_module(f".{BENCHES[case.op]}", __package__)
-        with torch.no_grad():
-            prepared = attempt(case.name, functools.partial(bench.prepare, case, ws, adapters))
-            for contender in prepared.contenders if prepared is not None else ():
-                if not contender.name.startswith(("ours", "slab_copy")):
-                    attempt(f"{case.name} {contender.name}", contender.launches[0])
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+    adapters, _ = peers.load(peer_names)
+    for name, adapter in adapters.items():
+        for case in cases:
+            bench = importlib.import_module(f".{BENCHES[case.op]}", __package__)
+            with torch.no_grad():
+                prepared = attempt(case.name, functools.partial(bench.prepare, case, ws, {name: adapter}))
+                for contender in prepared.contenders if prepared is not None else ():
+                    if not contender.name.startswith(("ours", "slab_copy")):
+                        attempt(f"{case.name} {contender.name}", contender.launches[0])
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+        print(f"{DONE}{name}", flush=True)
     return failures
 
 
@@ -116,8 +125,8 @@ def warm(
     say: Callable[[str], None] = print,
     logs: Path | None = None,
     limit_s: float = math.inf,
-) -> list[tuple[str, str]]:
-    """Warm all groups in at most `jobs` processes; gives those that failed or were not done in time.
+) -> dict[tuple[str, str], list[str]]:
+    """Warm all groups in at most `jobs` processes; gives by group the peers that failed or were not done in time.
 
     Args:
         peers_of: names of the peers to warm for a family ("step", "conv", "gdn_prefill", "kda_prefill"); none: it is left out.
@@ -127,35 +136,53 @@ def warm(
     """
     by_group = groups(cases)
     waiting = [key for key in by_group if peers_of(key[0])]
+    cold = {key: list(peers_of(key[0])) for key in waiting}
     running: dict[tuple[str, str], tuple[subprocess.Popen[str], float]] = {}
-    cold: list[tuple[str, str]] = []
     began = time.monotonic()
-    while (waiting or running) and time.monotonic() - began < limit_s:
-        while waiting and len(running) < (jobs or os.cpu_count() or 1):
-            family, name = key = waiting.pop(0)
-            command = [sys.executable, "-m", "compact_state.perf", "warm", "--here", "--case", pattern(by_group[key])]
-            out = (
-                subprocess.DEVNULL if logs is None else (logs / f"{family}-{re.sub(r'[/:]', '_', name)}.log").open("w")
-            )
-            nice = ["nice", "-n", str(5 * _urgency(by_group[key][0]))]
-            process = subprocess.Popen(
-                [*nice, *command, "--peers", ",".join(peers_of(family))], stdout=out, stderr=subprocess.STDOUT, text=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )  # fmt: skip
-            running[key] = process, time.monotonic()
-        time.sleep(0.1)
-        for key, (process, start) in list(running.items()):
-            if process.poll() is not None:
-                del running[key]
-                cold += [key] if process.returncode else []
-                took = time.monotonic() - start
-                say(
-                    f"{time.monotonic() - began:6.1f} s  {':'.join(key)} took {took:.1f} s, status {process.returncode}"
-                )
-    for process, _ in running.values():
-        process.kill()
-        process.wait()
-    return [*cold, *running, *waiting]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = logs or Path(temporary)
+
+        def log(key: tuple[str, str]) -> Path:
+            return folder / f"{key[0]}-{re.sub(r'[/:]', '_', key[1])}.log"
+
+        def note(key: tuple[str, str]) -> None:
+            done = set(re.findall(rf"^{DONE}(\w+)$", log(key).read_text(), re.MULTILINE))
+            cold[key] = [name for name in cold[key] if name not in done]
+
+        while (waiting or running) and time.monotonic() - began < limit_s:
+            while waiting and len(running) < (jobs or os.cpu_count() or 1):
+                key = waiting.pop(0)
+                command = [
+                    "nice",
+                    "-n",
+                    str(5 * _urgency(by_group[key][0])),
+                    sys.executable,
+                    "-m",
+                    "compact_state.perf",
+                ]
+                command += ["warm", "--here", "--case", pattern(by_group[key]), "--peers", ",".join(peers_of(key[0]))]
+                with log(key).open("w") as out:
+                    process = subprocess.Popen(
+                        command,
+                        stdout=out,
+                        stderr=subprocess.STDOUT,
+                        text=True,
+                        env={**os.environ, "OMP_NUM_THREADS": "1"},
+                    )
+                running[key] = process, time.monotonic()
+            time.sleep(0.1)
+            for key, (process, start) in list(running.items()):
+                if process.poll() is not None:
+                    del running[key]
+                    note(key)
+                    took = time.monotonic() - start
+                    status = f"status {process.returncode}, cold: {', '.join(cold[key]) or 'none'}"
+                    say(f"{time.monotonic() - began:6.1f} s  {':'.join(key)} took {took:.1f} s, {status}")
+        for key, (process, _) in running.items():
+            process.kill()
+            process.wait()
+            note(key)
+    return {key: names for key, names in cold.items() if names}
 
 
 def pattern(cases: Sequence[Case]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from compact_state import cute_kernels
 from compact_state.perf import matrix, peers, run, schema, timing
 from compact_state.perf.bench import Unsupported, WrongResultError
 from compact_state.perf.cases import GATES, Case, select, workload
-from compact_state.perf.cli import main
+from compact_state.perf.cli import _cold_peers, main
 from compact_state.perf.geometries import Geometry, geometry
 from compact_state.perf.inputs import Workspace, delta_problem
 from compact_state.perf.matrix import Turn, by_family
@@ -182,7 +183,7 @@ def test_measuring_needs_no_plotting_or_command_line_packages() -> None:
 
     code = (
         "import sys; sys.modules.update(dict.fromkeys(('rich', 'typer', 'matplotlib', 'pandas', 'cutlass', 'triton')));"
-        "from compact_state.perf import run; from compact_state.perf.cli import main;"
+        "from compact_state.perf import run; from compact_state.perf.cli import _cold_peers, main;"
         "sys.exit(main(['run', '--op', 'advance_state_ids', '--peers', 'none', '--device', 'cpu']))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
@@ -253,9 +254,9 @@ def test_a_turn_is_waited_for_and_an_orphan_gives_up(tmp_path: Path, monkeypatch
     import threading
 
     turn = Turn(tmp_path / "step")
-    timer = threading.Timer(0.2, turn.give, [7.0, [("step", "Q1:T6")]])
+    timer = threading.Timer(0.2, turn.give, [7.0, {("step", "Q1:T6"): ["fla"]}])
     timer.start()
-    assert turn.wait() == (7.0, {("step", "Q1:T6")})
+    assert turn.wait() == (7.0, {("step", "Q1:T6"): ["fla"]})
     assert turn.ready.exists()
     timer.join()
     parents = iter([1, 1, 2])
@@ -285,10 +286,34 @@ def test_a_peer_that_did_not_compile_in_time_is_left_out_and_named(monkeypatch: 
     assert row["peers_missing"] == {"fla": "late"}
 
 
-def test_what_is_not_warm_at_the_limit_is_cold() -> None:
+def test_what_is_not_warm_at_the_limit_is_cold(tmp_path: Path) -> None:
     cases = select("advance_state_ids")
-    assert warm(cases, lambda family: ["fla"], limit_s=0.0) == [("step", "Q1")]
-    assert warm(cases, lambda family: [], limit_s=60.0) == []
+    assert warm(cases, lambda family: ["fla"], limit_s=0.0) == {("step", "Q1"): ["fla"]}
+    assert warm(cases, lambda family: [], limit_s=60.0) == {}
+
+
+def test_a_peer_that_is_done_is_not_cold_though_another_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Process:
+        returncode = -9
+
+        def poll(self) -> int | None:
+            return None
+
+        def kill(self) -> None:
+            pass
+
+        def wait(self) -> int:
+            return -9
+
+    def start(command: list[str], stdout: Any, **options: Any) -> Process:
+        stdout.write("warm: flashinfer\nsome other line\n")
+        return Process()
+
+    monkeypatch.setattr(matrix.subprocess, "Popen", start)
+    cases = select("advance_state_ids")
+    cold = warm(cases, lambda family: ["flashinfer", "lmdeploy"], logs=tmp_path, limit_s=0.3)
+    assert cold == {("step", "Q1"): ["lmdeploy"]}
+    assert _cold_peers(cases[0], {("step", "Q1"): ["flashinfer", "lmdeploy"]}).keys() == {"lmdeploy"}
 
 
 def test_a_family_whose_peer_compiles_for_ever_is_measured_without_it(
