@@ -99,7 +99,8 @@ def _prefill(stem: str, result: dict[str, Any], op: str, folder: Path) -> list[P
         return f"{row['geometry']} {row.get('gates', '')}".strip()
 
     figure, (left, right) = plt.subplots(1, 2, figsize=SIZE)
-    single = [row for row in rows if row["workload"].startswith("1x") and "+" not in row["workload"]]
+    shown = [row for row in rows if row.get("gates") in (None, "fast", "slow")]  # two of four sets: legible
+    single = [row for row in shown if row["workload"].startswith("1x") and "+" not in row["workload"]]
     _lines(left, single, lambda r: workload(r["workload"]).tokens, _over_floor, group)
     left.set(xlabel="tokens of one sequence", ylabel="time over floor")
     left.set_xscale("log", base=2)
