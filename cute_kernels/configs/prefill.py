@@ -1,9 +1,9 @@
 """Chunkwise prefill: what changes a kernel's code, what is legal, and what ships.
 
-Budget of one GDN block (one sequence and value head, or half of one; 512 threads, one block a multiprocessor):
+Budget of one GDN block (one sequence and value head, or half of one; one block a multiprocessor):
 
-    registers   whole head: 2 state warpgroups x 176, pairs 104, data 56; half: state 208, 2 pairs warpgroups x 104, data 88;
-                512 a lane of four warps = the whole file
+    registers   whole head, 512 threads: 2 state warpgroups x 176, pairs 104, data 56 = 512, the whole file
+                half of one, 640 threads: state 176, 2 pairs x 96, 2 data x 56 = 480, 96 a thread at the start
     shared      K, Q 3 x 16 KiB, V 3 x 16 KiB (8 for half a head), K' 2 x 16 KiB, T', P 2 x 8 KiB, work matrix 9 KiB a pairs
                 warpgroup, vectors 3 x 2.4 KiB; output over V
 """
@@ -58,7 +58,7 @@ class SegmentStatesKey:
 
 LONG_LENGTH = 8192
 MULTIPROCESSORS = 132
-CHUNK_US = {1: 1.2, 2: 2.0}  # of a block with half a head, with a whole one
+CHUNK_US = {1: 2.2, 2: 3.0}  # of a block with half a head, with a whole one
 
 
 def slabs_per_block(heads: int) -> Literal[1, 2]:

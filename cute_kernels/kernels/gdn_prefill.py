@@ -10,13 +10,16 @@ of the log decay and every exponent <= 0:
 Norms and gates enter as factors of rows and columns of the products; only K' is rewritten. T', P, X, V', K' are fp16, the left
 operand S is bf16, sums and the state are fp32.
 
-One block of four warpgroups takes one sequence and value head:
-    state x 2   64 V rows each, S in accumulators (`device/prefill_state.py`)
-    pairs       K K^T, Q K^T, decay and masks, inverse (`device/prefill_pairs.py`, `device/prefill_inverse.py`)
-    data        warp 0: chunk list, TMA, gates; warps 1, 2: key norms, K'; warp 3: query norms, output rows
-                (`device/prefill_gdn_rows.py`)
-Finished output goes over the chunk's V tile. Rows of a short chunk beyond its end may hold a neighbour's tokens, even NaN:
-q and k are zeroed there before a product reads them, v is selected away.
+A block stays on its multiprocessor and takes one (sequence, value head) after another, longest rows first. `slabs` = 2: all V
+rows of the head; 1: half of them (slab `block % 2`), with the same bits:
+    state x slabs        64 V rows each, S in accumulators (`device/prefill_state.py`)
+    pairs x (3 - slabs)  K K^T, key norms, Q K^T, decay and masks, inverse (`device/prefill_pairs.py`, `prefill_inverse.py`)
+    data                 items (`device/prefill_schedule.py`), chunk list, TMA, gates, query norms, K', output rows
+                         (`device/prefill_gdn_rows.py`): 4 warps, of half a head 8
+The producer fills *inputs* (K, Q, record, gates), pairs publish *keys* (key vectors) and *pairs* (T', P), row warps *queries*
+and *update* (K'); state waits for these and for V. It stores a chunk's output over the chunk's V tile while the next chunk's
+first product runs. Rows of a short chunk beyond its end may hold a neighbour's tokens, even NaN: the pairs role zeroes q and k
+there before a product reads them, v is selected away.
 
 Long rows in parts (exact for every gate): a segment maps its start state to S A + N. The transition launch finds, for each
 segment but the last, N (the segment run from a zero state; the first from the true one) and A (run from the identity with
@@ -101,11 +104,10 @@ WORK_LIMIT = 1 << 30  # every slot of the workspace is a slot
 
 
 class GdnPrefill:
-    """The kernel of one key; see the module's text."""
+    """The kernel of one key."""
 
     def __init__(self, key):
-        self.key = key
-        self.slabs = key.slabs
+        self.key, self.slabs = key, key.slabs
 
     @cute.jit
     def __call__(
@@ -265,30 +267,15 @@ class GdnPrefill:
         lane = tidx % 32
         group = cute.arch.make_warp_uniform(tidx // 128)
         slab = Int32(0)  # of the block's first state warpgroup
+        state, pairs, data = REGISTERS[self.slabs]
         if cutlass.const_expr(self.slabs == 1):
             slab, item = item % 2, item // 2
-        state, pairs, data = REGISTERS[self.slabs]
         if group < self.slabs:
             cute.arch.setmaxregister_increase(state)
             self.run_state(
-                shared,
-                tidx,
-                warp % 4,
-                lane,
-                group,
-                slab,
-                mPool,
-                mWork,
-                num_slots,
-                sK,
-                sQ,
-                sU,
-                sT,
-                sP,
-                read_mma,
-                token_mma,
+                shared, tidx, warp % 4, lane, group, slab, mPool, mWork, num_slots, sK, sQ, sU, sT, sP, read_mma, token_mma,
                 update_mma,
-            )
+            )  # fmt: skip
         elif group < 3:
             cute.arch.setmaxregister_decrease(pairs)
             run_pairs(
@@ -404,9 +391,7 @@ class GdnPrefill:
                     group, row, lane, mReadIds, mWriteIds, mCuSeqlens, long_length, parts, self.key.transition
                 )
             head = item % hv
-            entry = Int32(0)
-            entry_end = Int32(0)
-            start = Int32(0)
+            entry, entry_end, start = Int32(0), Int32(0), Int32(0)
             if (flags & Flag.STOP) == 0:
                 if (flags & Flag.WORKSPACE) == 0:
                     prefetch_state(mPool, read, num_slots, head, 64 * slab, 64 * self.slabs)
@@ -530,7 +515,6 @@ class GdnPrefill:
                 store_output_tile(words, done, own_values + done_stage * shared.value_bytes, warp, lane)
                 shared.output.publish(done_stage, done)
                 values = load_values(tile, vector + X_FACTOR, warp, lane)
-            # Loaded here, the decay of S is done while the next product runs.
             decay = load_shared(vector + DECAY, 1)
             warpgroup.wait_group(0)
             if cutlass.const_expr(self.key.transition):
