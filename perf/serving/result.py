@@ -9,6 +9,12 @@ from typing import Any
 
 from ..tables import table
 
+KINDS = {
+    "pairs": "four rounds of eight prompts",
+    "hits": "hits, cold prompts",
+    "mixed": "mixed load with cancels, cold prompts",
+    "sleep": "after sleep and wakeup, before",
+}
 FILE = Path(__file__).resolve().parents[1] / "results" / "h200" / "lmdeploy.json"
 
 
@@ -85,6 +91,29 @@ def load_table(result: dict[str, Any]) -> str:
     return table([*header, "TTFT ms", "TPOT ms", "tokens hit", "trials"], lines)
 
 
+def equality_table(result: dict[str, Any]) -> str:
+    """Every comparison of answers; says so when there is none."""
+    found = result.get("equality")
+    if found is None:
+        return "Answers have not been compared with logits on a GPU yet."
+    lines = []
+    for kind in ("pairs", "hits", "mixed", "sleep"):
+        for name, some in found[kind].items():
+            figures = [f"{some[key]:.3f}" if key in some else "-" for key in ("rms", "largest", "widest_margin")]
+            same = f"{some['equal']} of {some['answers']}"
+            lines.append([KINDS[kind], name, same, *figures, "yes" if some["passed"] else "no"])
+    header = [
+        "compared",
+        "engines",
+        "same ids",
+        "logits rms",
+        "largest",
+        "widest margin where ids part",
+        "within bounds",
+    ]
+    return table(header, lines)
+
+
 def blocks(result: dict[str, Any]) -> dict[str, str]:
     """Named blocks for documents."""
-    return {"lmdeploy": load_table(result)}
+    return {"lmdeploy": load_table(result), "equality": equality_table(result)}

@@ -100,11 +100,22 @@ def test_parts_become_one_file_whose_later_rows_replace_earlier_ones(tmp_path: P
     assert "| 0.8b 1x2+3 | on | 100 (100 to 100) | 150 (150 to 150) | +50% |" in result.load_table(read)
 
 
+def test_the_table_of_answers_says_what_was_compared_and_what_failed() -> None:
+    assert "not been compared" in result.equality_table({})
+    pair = {"equal": 30, "answers": 32, "rms": 0.05, "largest": 0.6, "widest_margin": 0.1, "passed": False}
+    mixed = {"equal": 80, "answers": 80, "widest_margin": 0.0, "passed": True}
+    table = result.equality_table(
+        {"equality": {"pairs": {"a / b": pair}, "hits": {}, "mixed": {"a": mixed}, "sleep": {}}}
+    )
+    assert "| a / b | 30 of 32 | 0.050 | 0.600 | 0.100 | no |" in table
+    assert "| a | 80 of 80 | - | - | 0.000 | yes |" in table
+
+
 @pytest.mark.skipif(not result.FILE.is_file(), reason="no serving result is committed")
 def test_documents_show_the_committed_results() -> None:
     found = json.loads(result.FILE.read_text())
-    for document in (ROOT / "docs" / "lmdeploy.md", ROOT / "README.md"):
-        text = document.read_text()
-        for name, block in result.blocks(found).items():
-            assert f"<!-- perf:{name} -->" in text
-            assert replace_block(text, name, block) == text
+    page, readme = (ROOT / "docs" / "lmdeploy.md").read_text(), (ROOT / "README.md").read_text()
+    for name, block in result.blocks(found).items():
+        assert f"<!-- perf:{name} -->" in page
+        assert replace_block(page, name, block) == page
+        assert replace_block(readme, name, block) == readme
