@@ -70,7 +70,9 @@ def launch_chunked(
         )
         if parts > 2:
             segment_states(SegmentStatesKey())(work, cu_seqlens, hv, parts, long_rows, long_length)
-    chosen = slabs or slabs_per_block(hv * max(read_ids.shape[0], long_rows * parts))
+    rows = read_ids.shape[0]
+    # As if all rows were of one length: what is known without reading it.
+    chosen = slabs or slabs_per_block(hv * rows * (parts if long_rows == rows else 1))
     gdn_prefill(GdnPrefillKey(name, slabs=chosen))(*tensors, *plan, target, work, *sizes, has_plan, *rest)
 
 
