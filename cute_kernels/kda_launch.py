@@ -6,11 +6,22 @@ import torch
 
 from .checkpoints import Checkpoints
 from .compile.cache import jit_cache
-from .configs.kda_prefill import RECORD_BYTES, KdaPrefillKey, KdaRecordsKey, heads_per_launch, slabs_per_block
+from .configs.kda_prefill import (
+    LONG_LENGTH,
+    RECORD_BYTES,
+    KdaPrefillKey,
+    KdaRecordsKey,
+    heads_per_launch,
+    parts_of_long_rows,
+    slabs_per_block,
+)
+from .configs.prefill import SegmentStatesKey
 
 kda_records = jit_cache("kda_records")
 kda_prefill = jit_cache("kda_prefill")
+segment_states = jit_cache("segment_states")
 
+STATE_ELEMENTS = 128 * 128
 STATE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
@@ -33,11 +44,13 @@ def launch_chunked(
     qk_l2norm: bool,
     lower_bound: float | None,
     min_tokens: int = 0,
+    long_length: int = LONG_LENGTH,
 ) -> None:
     """Run packed sequences on the current stream; the arguments are checked and there is at least one sequence.
 
-    Rows of fewer than `min_tokens` tokens are left alone: nothing of theirs is written.
-    A workspace of 65 KiB a chunk and head is taken from the caching allocator; heads go in groups that keep it bounded.
+    Rows of fewer than `min_tokens` tokens are left alone: nothing of theirs is written. Rows of `long_length` tokens or more run
+    in parts; how many there may be follows from shapes alone. A workspace of 65 KiB a chunk and head is taken from the caching
+    allocator, heads go in groups that keep it bounded; rows in parts take 128 KiB more a head and inner segment.
     """
     tokens, hk, width = q.shape
     hv = v.shape[1]
@@ -50,7 +63,12 @@ def launch_chunked(
     records = torch.empty(slots * group, RECORD_BYTES // 4, dtype=torch.int32, device=q.device)
     gate = "softplus" if lower_bound is None else "bounded"
     make_records = kda_records(KdaRecordsKey(gate))
-    run_chunks = kda_prefill(KdaPrefillKey(STATE_NAMES[state.dtype], slabs_per_block(rows, hv)))
+    parts = parts_of_long_rows(hv)
+    long_rows = min(tokens // long_length, rows) if parts > 1 else 0
+    name = STATE_NAMES[state.dtype]
+    run_chunks = kda_prefill(KdaPrefillKey(name, slabs_per_block(rows - long_rows + long_rows * parts, hv)))
+    inner = 2 * long_rows * (parts - 1)
+    work = torch.empty(max(inner, 1), state[0].numel() if inner else 4, dtype=torch.float32, device=q.device)
     if tokens == 0:  # states still move between slots; a tensor map needs an address
         q, k, v, g, out = (x.new_zeros(1, *x.shape[1:]) for x in (q, k, v, g, out))
         b = b.new_zeros(1, hv)
@@ -64,10 +82,28 @@ def launch_chunked(
             q, k, g, b, A_log, dt_bias.flatten(), cu_seqlens, plan[0], plan[1], table, records, scale, bound, int(qk_l2norm),
             int(entries > 0), min_tokens, first, heads, hv // hk,
         )  # fmt: skip
-        run_chunks(
-            v, records, table, pool, read_ids, write_ids, cu_seqlens, *plan, result, int(entries > 0), min_tokens, first,
-            heads,
-        )  # fmt: skip
+        sizes = (min_tokens, first, heads, long_rows, long_length, parts)
+        tensors = (
+            v,
+            records,
+            table,
+            pool,
+            read_ids,
+            write_ids,
+            cu_seqlens,
+            *plan,
+            result,
+            work,
+            int(entries > 0),
+            *sizes,
+        )
+        if long_rows:
+            states = long_rows * (2 * parts - 3)
+            kda_prefill(KdaPrefillKey(name, slabs_per_block(states, hv), transition=True))(*tensors)
+            if parts > 2:
+                part = work[:, first * STATE_ELEMENTS : (first + heads) * STATE_ELEMENTS]
+                segment_states(SegmentStatesKey())(part, heads, parts, long_rows)
+        run_chunks(*tensors)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

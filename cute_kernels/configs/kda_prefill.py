@@ -15,6 +15,7 @@ SLABS: tuple[Literal[1, 2], ...] = (1, 2)
 STATE_DTYPES: tuple[StateDtype, ...] = ("float32", "bfloat16")
 RECORD_BYTES = 66_560  # what a chunk contributes to one head's recurrence, see device/kda_layout.py
 MULTIPROCESSORS = 132
+LONG_LENGTH = 8192  # tokens of a row that is run in parts
 WORKSPACE_BYTES = 1 << 30  # most that one launch may take for records
 
 
@@ -25,9 +26,23 @@ def heads_per_launch(slots: int, heads: int) -> int:
     return -(-heads // launches)
 
 
-def slabs_per_block(rows: int, heads: int) -> Literal[1, 2]:
-    """Half a head a block where the chip has a multiprocessor for each half; a function of shapes alone, the bits are equal."""
-    return 1 if 2 * rows * heads <= MULTIPROCESSORS else 2
+def slabs_per_block(chains: int, heads: int) -> Literal[1, 2]:
+    """Half a head a block where the chip has a multiprocessor for each half; a function of shapes alone, the bits are equal.
+
+    chains: rows, or segments of rows, that a launch walks for each head.
+    """
+    return 1 if 2 * chains * heads <= MULTIPROCESSORS else 2
+
+
+def parts_of_long_rows(heads: int) -> int:
+    """Segments of a row of `LONG_LENGTH` tokens or more; 1 where the heads alone occupy the chip.
+
+    The number must not depend on the batch, or a row's bits would. More parts than these cost more in their composition than they
+    gain: 3.8 us a part.
+    """
+    if heads <= 8:
+        return 6
+    return 4 if heads <= 16 else 1
 
 
 @dataclass(frozen=True)
@@ -46,21 +61,28 @@ class KdaPrefillKey:
     """Everything that changes the code of `kernels/kda_prefill.py`.
 
     slabs: state warpgroups of a block, 64 V rows each: 2 is a whole head, 1 half of one. Both give the same bits.
+    transition: the launch that finds what segments of long rows do to a state.
     """
 
     state: StateDtype
     slabs: Literal[1, 2]
+    transition: bool = False
 
     def symbol(self) -> str:
         """C identifier of the specialisation."""
-        return f"kda_prefill_{SHORT[self.state]}_{self.slabs}"
+        return f"kda_{'transition' if self.transition else 'prefill'}_{SHORT[self.state]}_{self.slabs}"
 
 
 def shipped() -> list[Entry]:
     """Specialisations built ahead of time."""
     entries = [Entry("kda_records", KdaRecordsKey(gate), ResourceBudget(max_registers=128)) for gate in GATES]
     entries += [
-        Entry("kda_prefill", KdaPrefillKey(state, slabs), ResourceBudget(max_registers=255 if slabs == 1 else 168))
+        Entry(
+            "kda_prefill",
+            KdaPrefillKey(state, slabs, transition),
+            ResourceBudget(max_registers=255 if slabs == 1 else 168),
+        )
+        for transition in (False, True)
         for state in STATE_DTYPES
         for slabs in SLABS
     ]

@@ -3,19 +3,21 @@
 A *record* holds everything a chunk contributes to one value head's recurrence except V, as the shared-memory image the
 state kernel computes from, so that one bulk copy loads it:
 
-    KG   bf16 [64 x 128]   k r_k e^G           row side of S k
-    QG   bf16 [64 x 128]   q r_q s e^G         row side of S q
+    KG   fp16 [64 x 128]   k r_k e^G           row side of S k
+    QG   fp16 [64 x 128]   q r_q s e^G         row side of S q
     KU   fp16 [64 x 128]   k r_k e^(G_C - G)   state update
     T    fp16 [64 x 64]    (I + L)^-1 diag(beta)
     P    fp16 [64 x 64]    tril(q k) with decay and scale
     tail fp32 e^(G_C) [128], then 4 words: chunk start in the row, tokens, end in the row, first checkpoint entry or -1
 """
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 
 from ..configs.kda_prefill import RECORD_BYTES
 from .prefill_layout import CHUNK, OPERAND_BYTES, TILE_BYTES
+from .prefill_schedule import find_long_row
 
 KG_OFFSET = 0
 QG_OFFSET = OPERAND_BYTES
@@ -51,6 +53,66 @@ def row_of_slot(
         low = low + (passed - 1) * step
         high = low + step if low + step < high else high
     return low
+
+
+@cute.jit
+def segment_of_block(
+    mCu: cute.Tensor,
+    rows: Int32,
+    item: Int32,
+    long_rows: Int32,
+    long_length: Int32,
+    parts: Int32,
+    lane: Int32,
+    transition: cutlass.Constexpr,
+):
+    """(row, segment, place): segment is -1 for a whole row; place is the workspace slot of its start state, of what a
+    transition block finds, or -1 where the block has nothing to do."""
+    row, segment, place = item - long_rows * parts, Int32(-1), Int32(0)
+    if const_expr(transition):
+        # Of a long row: the end of its first segment, then (state from zero, transition) of each inner one.
+        per_row = 2 * parts - 3
+        index = item // per_row
+        segment = (item % per_row + 1) // 2
+        row = find_long_row(mCu, rows, index, long_length, lane)
+        place = 2 * (index * (parts - 1) + segment) + (1 if (segment > 0) & (item % per_row % 2 == 0) else 0)
+    elif row < 0:
+        index = item // parts
+        segment = item % parts
+        row = find_long_row(mCu, rows, index, long_length, lane)
+        base = 2 * index * (parts - 1)
+        place = base + 1 if segment == 0 else base + 2 * (segment - 1)
+    if row < 0:
+        row, segment, place = Int32(0), Int32(-1), Int32(-1)
+    return row, segment, place
+
+
+@cute.jit
+def slot_of_token(
+    mCu: cute.Tensor,
+    mEntryCu: cute.Tensor,
+    mEnds: cute.Tensor,
+    row: Int32,
+    token: Int32,
+    has_entries: Int32,
+    lane: Int32,
+) -> Int32:
+    """The slot of the chunk that starts `token` tokens into a row, a multiple of 64: behind all entries up to there."""
+    low = Int32(0)
+    if has_entries != 0:
+        first = Int32(mEntryCu[row])
+        high = Int32(mEntryCu[row + 1]) - first
+        while high > low:
+            step = (high - low + 31) >> 5
+            candidate = low + lane * step
+            at = candidate if candidate < high else low
+            passed = cute.arch.popc(
+                cute.arch.vote_ballot_sync((candidate < high) & (Int32(mEnds[first + at]) <= token))
+            )
+            limit = low + passed * step
+            low = low + (passed - 1) * step + 1 if passed > 0 else low
+            high = (limit if limit < high else high) if passed > 0 else low
+    return first_slot(mCu, mEntryCu, row, has_entries) + (token >> 6) + low
 
 
 @cute.jit

@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
 from .prefill_layout import tile_address
-from .warp_ops import ldmatrix4, load_shared, mma_16816, pack_f16, store_shared
+from .warp_ops import ldmatrix4, load_shared, mma_16816, store_shared
 
 GROUP = 16  # tokens a thread owns
 GROUPS = 4
@@ -119,11 +119,6 @@ def store_float(address, value, predicate):
 def multiply_f16(x, y):
     """Products of two words' fp16 pairs, rounded to fp16."""
     return cute.arch.inline_ptx("mul.rn.f16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[x, y])
-
-
-def pack_scaled(pair, factors, pack=pack_f16):
-    """Two channels times two factors, packed."""
-    return pack(pair[0] * factors[0], pair[1] * factors[1])
 
 
 def local_level(tiles, slot, h, group, k16, q16, decay16):

@@ -6,6 +6,10 @@ block column w, transposed, so that each result is in registers what the next pr
     Y_ww = X_ww^T,   Y_wi = -(sum_{m=w}^{i-1} Y_wm L_im^T) X_ii^T      (X = (I + L)^-1, Y_wi = X_iw^T)
 
 with fp16 operands and fp32 sums. Neumann series are not used: powers of L reach 1e16 on trained-like keys.
+
+Rows of a diagonal block are rounded so that their sums stay right: what rounding an entry leaves goes to the next one. With
+equal keys and no decay every row of X^T has the same part S k, which a row of T' multiplies by its sum, nearly zero; an
+error of that sum, the same in each row, would add up over the chunk.
 """
 
 import cutlass
@@ -13,7 +17,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from .prefill_layout import LOWER_PITCH, tile_address
-from .warp_ops import ldmatrix4, load_shared, mma_16816, pack_f16, pick, stmatrix4, store_shared
+from .warp_ops import ldmatrix4, load_shared, mma_16816, pack_f16, pick, round_f16, stmatrix4, store_shared
 
 DIAGONAL_BYTES = 1024  # fp32 16 x 16 of one warp
 
@@ -45,11 +49,18 @@ def solve_diagonal(diagonal, lower, tile, beta, warp, lane):
             for j in range(4 * piece, min(4 * piece + 4, m)):
                 x[j] = x[j] - entries[j - 4 * piece] * x[m]
     scaled = lane >= 16
-    words = []
     for piece in range(4):
         betas = load_shared(beta + warp * 64 + piece * 16, 4)
-        values = [x[4 * piece + e] * pick(scaled, betas[e], Float32(1.0)) for e in range(4)]
-        words += [pack_f16(values[0], values[1]), pack_f16(values[2], values[3])]
+        x[4 * piece : 4 * piece + 4] = [x[4 * piece + e] * pick(scaled, betas[e], Float32(1.0)) for e in range(4)]
+    remainder = Float32(0.0)
+    for half in (1, 0):  # two chains that run side by side; what the first leaves goes to the last entry
+        left = Float32(0.0)
+        for j in range(8 * half + 7, 8 * half - 1, -1):
+            wanted = x[j] + (left + remainder if j == 0 else left)
+            x[j] = round_f16(wanted)
+            left = wanted - x[j]
+        remainder = left
+    words = [pack_f16(x[2 * p], x[2 * p + 1]) for p in range(8)]
     at_lower = lower + (warp * 16 + row) * LOWER_PITCH + warp * 32
     for half in range(2):
         at_tile = tile_address(tile, warp * 16 + row, warp * 2 + half)

@@ -9,6 +9,11 @@ stages deep, the rest two. Two warps write finished output rows.
 
 A slot id outside the pool reads a zero state and stores nothing; in place and copy-on-write are the same code, because a block
 loads its part of the state before it stores it, and nobody else touches that part.
+
+Long rows in parts, as in `kernels/gdn_prefill.py`: a segment maps its start state to S A + N. The transition launch runs each
+segment but the last from a zero state (the first from the true one) for N, and from the identity without values for A, with
+neither queries nor outputs; `kernels/segment_states.py` composes them; the main launch then runs all segments at once. Records
+are made once and serve both launches. What decides how a row is cut is its own length.
 """
 
 import cutlass
@@ -29,13 +34,17 @@ from ..device.kda_layout import (
     T_OFFSET,
     TAIL_OFFSET,
     first_slot,
+    segment_of_block,
+    slot_of_token,
 )
 from ..device.memory import store_vector
 from ..device.prefill_layout import CHUNK, HEAD, OPERAND_BYTES, OUT_PITCH, TILE_BYTES
+from ..device.prefill_schedule import segment_bounds
 from ..device.prefill_state import (
     as_left_operand,
     contract,
     decay_state,
+    identity_state,
     load_state,
     residual,
     state_mma,
@@ -44,12 +53,15 @@ from ..device.prefill_state import (
 )
 from ..device.prefill_sync import Ring, advance
 from ..device.state_io import row_ptr
-from ..device.warp_ops import fragment_words, load_shared, pack_bf16
+from ..device.warp_ops import fragment_words, load_shared, pack_f16
 
 EARLY_STAGES = 3
 LATE_STAGES = 2
 LATE_BYTES = RECORD_BYTES - QG_OFFSET
 LATE_COPY_BYTES = RECORD_COPY_BYTES - QG_OFFSET
+UPDATE_BYTES = P_OFFSET - KU_OFFSET  # KU and T'
+TAIL_BYTES = RECORD_COPY_BYTES - TAIL_OFFSET
+WORK_LIMIT = 1 << 30  # every slot of the workspace is a slot
 STATE_REGISTERS = {1: 248, 2: 224}
 SERVICE_REGISTERS = {1: 56, 2: 40}
 
@@ -74,10 +86,14 @@ class KdaPrefill:
         mEnds: cute.Tensor,  # (M,) int32
         mSlots: cute.Tensor,  # (M,) int32
         mOut: cute.Tensor,  # (T, HV * V) bf16
+        mWork: cute.Tensor,  # (slots, HV * V * K) fp32, states of segments
         has_entries: Int32,  # whether mEntryCu, mEnds and mSlots hold checkpoints
         min_tokens: Int32,  # rows of fewer tokens are left alone
         first_head: Int32,
         heads: Int32,
+        long_rows: Int32,  # at most so many rows have `long_length` tokens or more and are cut into `parts` segments
+        long_length: Int32,
+        parts: Int32,
         stream,
     ):
         slabs = self.key.slabs
@@ -96,21 +112,26 @@ class KdaPrefill:
 
         self.storage = Storage
         state = [
-            state_mma(BFloat16, CHUNK, OperandMajorMode.K, slabs),
             state_mma(Float16, CHUNK, OperandMajorMode.K, slabs),
             state_mma(Float16, HEAD, OperandMajorMode.MN, slabs),
         ]
         self.kernel.set_name_prefix(self.key.symbol(), remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(
-            tma_v, gV, mRecords, mTable, mState, mReadIds, mWriteIds, mCu, mEntryCu, mEnds, mSlots, mOut, has_entries, min_tokens,
-            first_head, heads, state[0], state[1], state[2], value_layout,
+            tma_v, gV, mRecords, mTable, mState, mReadIds, mWriteIds, mCu, mEntryCu, mEnds, mSlots, mOut, mWork, has_entries,
+            min_tokens, first_head, heads, long_rows, long_length, parts, state[0], state[1], value_layout,
         ).launch(
-            grid=[heads * (2 // slabs), cute.size(mReadIds, mode=[0]), 1],
+            grid=[heads * (2 // slabs), self.items(cute.size(mReadIds, mode=[0]), long_rows, parts), 1],
             block=[self.threads, 1, 1],
             max_number_threads=[self.threads, 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
         )  # fmt: skip
+
+    def items(self, rows, long_rows, parts):
+        """Blocks a head: one for each segment of a long row (in a transition launch, one for each state to find), one a row."""
+        if self.key.transition:
+            return long_rows * (2 * parts - 3)
+        return long_rows * parts + rows
 
     @cute.kernel
     def kernel(
@@ -127,18 +148,21 @@ class KdaPrefill:
         mEnds: cute.Tensor,
         mSlots: cute.Tensor,
         mOut: cute.Tensor,
+        mWork: cute.Tensor,
         has_entries: Int32,
         min_tokens: Int32,
         first_head: Int32,
         heads: Int32,
-        mma_bf16: cute.TiledMma,
-        mma_f16: cute.TiledMma,
+        long_rows: Int32,
+        long_length: Int32,
+        parts: Int32,
+        mma: cute.TiledMma,
         mma_update: cute.TiledMma,
         value_layout: cute.ComposedLayout,
     ):
         slabs = self.key.slabs
         tidx, _, _ = cute.arch.thread_idx()
-        part, row, _ = cute.arch.block_idx()
+        part, item, _ = cute.arch.block_idx()
         local_head, first_slab = (part, Int32(0)) if const_expr(slabs == 2) else (part >> 1, part & 1)
         storage = cutlass.utils.SmemAllocator().allocate(self.storage)
         barriers = storage.barriers.data_ptr()
@@ -154,16 +178,37 @@ class KdaPrefill:
         warp = cute.arch.make_warp_uniform(tidx // 32)
         lane = tidx % 32
         head = first_head + local_head
-        taken = mCu[row + 1] - mCu[row] >= min_tokens
-        read = Int32(mReadIds[row]) if taken else Int32(-1)
-        write = Int32(mWriteIds[row]) if taken else Int32(-1)
+        row, segment, place = segment_of_block(
+            mCu, cute.size(mReadIds, mode=[0]), item, long_rows, long_length, parts, lane, self.key.transition
+        )
+        token = Int32(mCu[row])
+        length = Int32(mCu[row + 1]) - token
+        read, write, work = Int32(-1), Int32(-1), Int32(-1)
         begin = first_slot(mCu, mEntryCu, row, has_entries)
         end = first_slot(mCu, mEntryCu, row + 1, has_entries)
+        if segment >= 0:
+            position, stop = segment_bounds(length, segment, parts)
+            begin = slot_of_token(mCu, mEntryCu, mEnds, row, position, has_entries, lane)
+            if stop < length:
+                end = slot_of_token(mCu, mEntryCu, mEnds, row, stop, has_entries, lane)
+            if position >= stop:
+                end = begin
+            if const_expr(self.key.transition):
+                work = place if position < stop else Int32(-1)
+                read = Int32(mReadIds[row]) if segment == 0 else Int32(-1)
+            else:
+                work = place
+                write = Int32(mWriteIds[row]) if (position < stop) & (stop == length) else Int32(-1)
+        elif (place >= 0) & (length >= min_tokens) & ((long_rows == 0) | (length < long_length)):
+            read = Int32(mReadIds[row])
+            write = Int32(mWriteIds[row])
+        else:
+            end = begin
         if warp < 4 * slabs:
             cute.arch.setmaxregister_increase(STATE_REGISTERS[slabs])
             self.state_role(
-                storage, early, late, outputs, mTable, mState, read, write, mEntryCu, mEnds, mSlots, mma_bf16, mma_f16,
-                mma_update, begin, end, row, head, first_slab, tidx,
+                storage, early, late, outputs, mTable, mState, mWork, read, write, work, segment, mEntryCu, mEnds, mSlots,
+                mma, mma_update, begin, end, row, head, first_slab, tidx,
             )  # fmt: skip
         else:
             cute.arch.setmaxregister_decrease(SERVICE_REGISTERS[slabs])
@@ -171,12 +216,15 @@ class KdaPrefill:
             pitch = Int64(heads) * RECORD_BYTES
             column = head * HEAD + first_slab * 64
             if warp == 4 * slabs:
-                self.load_early(storage, early, tma_v, gV, records, pitch, mTable, value_layout, begin, end, column)
+                self.load_early(
+                    storage, early, tma_v, gV, records, pitch, mTable, value_layout, begin, end, column, work
+                )
             if warp == 4 * slabs + 1:
                 self.load_late(storage, late, records, pitch, mTable, begin, end)
-            if warp >= 4 * slabs + 2:
-                half = warp - (4 * slabs + 2)
-                self.output_role(storage, outputs, mTable, mOut, begin, end, column, half, lane)
+            if const_expr(not self.key.transition):
+                if warp >= 4 * slabs + 2:
+                    half = warp - (4 * slabs + 2)
+                    self.output_role(storage, outputs, mTable, mOut, begin, end, column, half, lane)
 
     @cute.jit
     def load_early(
@@ -192,25 +240,45 @@ class KdaPrefill:
         begin: Int32,
         end: Int32,
         column: Int32,
+        work: Int32,
     ):
         """One warp: KG and the V tile of every chunk of the row, what the chain needs first."""
+        # A transition from the identity (an odd place) has no values.
+        values = (work & 1 == 0) if const_expr(self.key.transition) else True
+        size = Int32(self.early_bytes) if values else Int32(OPERAND_BYTES)
         base = storage.early.data_ptr()
         stage, parity = Int32(0), Int32(0)
         for slot in cutlass.range(begin, end, unroll=1):
             token, count = Int32(mTable[slot, 0]), Int32(mTable[slot, 1])
             if count > 0:
                 ring.wait_empty(stage, parity)
-                ring.expect(stage, self.early_bytes)
+                ring.expect(stage, size)
                 target = base + stage * (self.early_bytes // 4)
                 self.bulk_load(target, records + Int64(slot) * pitch + KG_OFFSET, OPERAND_BYTES, ring.full + stage)
-                value = cute.recast_ptr(target + OPERAND_BYTES // 4, value_layout.inner, BFloat16)
-                sV = cute.make_tensor(value, value_layout.outer)
-                gTile = cute.local_tile(cute.domain_offset((token, column), gV), (CHUNK, 64 * self.key.slabs), (0, 0))
-                tVsV, tVgV = cpasync.tma_partition(
-                    tma_v, 0, cute.make_layout(1), cute.group_modes(sV, 0, 2), cute.group_modes(gTile, 0, 2)
-                )
-                cute.copy(tma_v, tVgV, tVsV, tma_bar_ptr=ring.full + stage)
+                if values:
+                    self.load_values(ring, tma_v, gV, value_layout, target + OPERAND_BYTES // 4, token, column, stage)
                 stage, parity = advance(stage, parity, EARLY_STAGES)
+
+    @cute.jit
+    def load_values(
+        self,
+        ring: cutlass.Constexpr,
+        tma_v: cute.CopyAtom,
+        gV: cute.Tensor,
+        value_layout: cute.ComposedLayout,
+        target: cute.Pointer,
+        token: Int32,
+        column: Int32,
+        stage: Int32,
+    ):
+        """Start the load of a chunk's V tile."""
+        value = cute.recast_ptr(target, value_layout.inner, BFloat16)
+        sV = cute.make_tensor(value, value_layout.outer)
+        gTile = cute.local_tile(cute.domain_offset((token, column), gV), (CHUNK, 64 * self.key.slabs), (0, 0))
+        tVsV, tVgV = cpasync.tma_partition(
+            tma_v, 0, cute.make_layout(1), cute.group_modes(sV, 0, 2), cute.group_modes(gTile, 0, 2)
+        )
+        cute.copy(tma_v, tVgV, tVsV, tma_bar_ptr=ring.full + stage)
 
     @cute.jit
     def load_late(self, storage, ring, records: Int64, pitch: Int64, mTable: cute.Tensor, begin: Int32, end: Int32):
@@ -221,9 +289,16 @@ class KdaPrefill:
             count = Int32(mTable[slot, 1])
             if count > 0:
                 ring.wait_empty(stage, parity)
-                ring.expect(stage, LATE_COPY_BYTES)
                 source = records + Int64(slot) * pitch + QG_OFFSET
-                self.bulk_load(base + stage * (LATE_BYTES // 4), source, LATE_COPY_BYTES, ring.full + stage)
+                target = base + stage * (LATE_BYTES // 4)
+                if const_expr(self.key.transition):
+                    ring.expect(stage, UPDATE_BYTES + TAIL_BYTES)
+                    for offset, size in ((KU_OFFSET, UPDATE_BYTES), (TAIL_OFFSET, TAIL_BYTES)):
+                        at = offset - QG_OFFSET
+                        self.bulk_load(target + at // 4, source + at, size, ring.full + stage)
+                else:
+                    ring.expect(stage, LATE_COPY_BYTES)
+                    self.bulk_load(target, source, LATE_COPY_BYTES, ring.full + stage)
                 stage, parity = advance(stage, parity, LATE_STAGES)
 
     def bulk_load(self, target, source, size, barrier):
@@ -283,13 +358,15 @@ class KdaPrefill:
         outputs,
         mTable: cute.Tensor,
         mState: cute.Tensor,
+        mWork: cute.Tensor,
         read: Int32,
         write: Int32,
+        work: Int32,
+        segment: Int32,
         mEntryCu: cute.Tensor,
         mEnds: cute.Tensor,
         mSlots: cute.Tensor,
-        mma_bf16: cute.TiledMma,
-        mma_f16: cute.TiledMma,
+        mma: cute.TiledMma,
         mma_update: cute.TiledMma,
         begin: Int32,
         end: Int32,
@@ -313,30 +390,39 @@ class KdaPrefill:
         early_base, late_base = storage.early.data_ptr(), storage.late.data_ptr()
         early_address, late_address = early_base.toint() + OPERAND_BYTES + slab * TILE_BYTES, late_base.toint()
 
-        tb, tf, tu = mma_bf16.get_slice(tidx), mma_f16.get_slice(tidx), mma_update.get_slice(tidx)
-        kg = self.operand(early_base, (CHUNK, HEAD), BFloat16, EARLY_STAGES, self.early_bytes)
-        late_operand = [
-            self.operand(late_base + (offset - QG_OFFSET) // 4, shape, dtype, LATE_STAGES, LATE_BYTES)
-            for offset, shape, dtype in (
-                (QG_OFFSET, (CHUNK, HEAD), BFloat16),
-                (KU_OFFSET, (CHUNK, HEAD), Float16),
-                (T_OFFSET, (CHUNK, CHUNK), Float16),
-                (P_OFFSET, (CHUNK, CHUNK), Float16),
+        tf, tu = mma.get_slice(tidx), mma_update.get_slice(tidx)
+        kg = self.operand(early_base, (CHUNK, HEAD), EARLY_STAGES, self.early_bytes)
+        qg, ku, t, p = (
+            self.operand(late_base + (offset - QG_OFFSET) // 4, shape, LATE_STAGES, LATE_BYTES)
+            for offset, shape in (
+                (QG_OFFSET, (CHUNK, HEAD)),
+                (KU_OFFSET, (CHUNK, HEAD)),
+                (T_OFFSET, (CHUNK, CHUNK)),
+                (P_OFFSET, (CHUNK, CHUNK)),
             )
-        ]
-        qg, ku, t, p = late_operand
+        )
         ku_transposed = cute.make_tensor(ku.iterator, cute.select(ku.layout, [1, 0, 2]))
-        bKG, bQG = (tb.make_fragment_B(tb.partition_B(x)) for x in (kg, qg))
-        bT, bP = (tf.make_fragment_B(tf.partition_B(x)) for x in (t, p))
+        bKG, bQG, bT, bP = (tf.make_fragment_B(tf.partition_B(x)) for x in (kg, qg, t, p))
         bKU = tu.make_fragment_B(tu.partition_B(ku_transposed))
         left_rows = tf.partition_shape_A((64 * slabs, CHUNK))
-        square = tb.partition_shape_C((64 * slabs, CHUNK))
+        square = tf.partition_shape_C((64 * slabs, CHUNK))
 
         S = cute.make_rmem_tensor(tu.partition_shape_C((64 * slabs, HEAD)), Float32)
         Y = cute.make_rmem_tensor(square, Float32)
         O = cute.make_rmem_tensor(square, Float32)
-        A = cute.make_rmem_tensor(tb.partition_shape_A((64 * slabs, HEAD)), BFloat16)
-        load_state(S, mState, read, num_slots, head, v_row, column)
+        A = cute.make_rmem_tensor(tf.partition_shape_A((64 * slabs, HEAD)), Float16)
+        identity = False
+        if const_expr(self.key.transition):
+            identity = (work & 1 == 1) & (work >= 0)
+            load_state(S, mState, read, num_slots, head, v_row, column)
+            if segment == 0:
+                store_state(S, mWork, work + 1, Int32(WORK_LIMIT), head, v_row, column)
+            if identity:
+                identity_state(S, v_row, column)
+        elif work >= 0:
+            load_state(S, mWork, work, Int32(WORK_LIMIT), head, v_row, column)
+        else:
+            load_state(S, mState, read, num_slots, head, v_row, column)
 
         chunks = Int32(0)
         for start in cutlass.range(begin, end, 32, unroll=1):
@@ -352,15 +438,21 @@ class KdaPrefill:
             early.wait_full(0, parity)
         self.round_state(S, A)
         warpgroup.fence()
-        contract(mma_bf16, Y, A, bKG, stage, HEAD // 16, False)
+        contract(mma, Y, A, bKG, stage, HEAD // 16, False)
         warpgroup.commit_group()
+        if const_expr(self.key.transition):  # without queries A is not used again: see below
+            warpgroup.wait_group(0)
         if chunks > 0:
             late.wait_full(0, late_parity)
             decay_state(S, tail, lane, True)
         warpgroup.wait_group(0)
         for chunk in cutlass.range(chunks, unroll=1):
             _, count, _, entry = load_shared(tail + 512, 4, Int32)
-            residual(Y, early_address + stage * self.early_bytes, Int32(0), count, warp, lane, False)
+            if identity:
+                for i in cutlass.range_constexpr(cute.size(Y)):
+                    Y[i] = -Y[i]
+            else:
+                residual(Y, early_address + stage * self.early_bytes, Int32(0), count, warp, lane, False)
             early.release(stage)
             stage, parity = advance(stage, parity, EARLY_STAGES)
             more = chunk + 1 < chunks
@@ -368,51 +460,59 @@ class KdaPrefill:
             # the compiler would give the operand's registers away in the branch while the product still reads them.
             if more:
                 early.wait_full(stage, parity)
-            outputs.wait_empty(0, out_parity)
+            if const_expr(not self.key.transition):
+                outputs.wait_empty(0, out_parity)
             X = as_left_operand(Y, left_rows, Float16)
             warpgroup.fence()
-            contract(mma_f16, Y, X, bT, place, CHUNK // 16, False)
+            contract(mma, Y, X, bT, place, CHUNK // 16, False)
             warpgroup.commit_group()
             warpgroup.wait_group(0)
             U = as_left_operand(Y, left_rows, Float16)
             warpgroup.fence()
             contract(mma_update, S, U, bKU, place, CHUNK // 16, True)
-            contract(mma_bf16, O, A, bQG, place, HEAD // 16, False)
-            contract(mma_f16, O, U, bP, place, CHUNK // 16, True)
+            if const_expr(not self.key.transition):
+                contract(mma, O, A, bQG, place, HEAD // 16, False)
+                contract(mma, O, U, bP, place, CHUNK // 16, True)
             warpgroup.commit_group()
             warpgroup.wait_group(0)
             late.release(place)
-            store_output(O, output, slab, warp, lane)
-            outputs.publish(0)
-            out_parity = out_parity ^ 1
-            if entry >= 0:
-                self.store_checkpoints(
-                    S, mState, mEnds, mSlots, entry, Int32(mEntryCu[row + 1]), num_slots, head, v_row, column
-                )
+            if const_expr(not self.key.transition):
+                store_output(O, output, slab, warp, lane)
+                outputs.publish(0)
+                out_parity = out_parity ^ 1
+                if entry >= 0:
+                    self.store_checkpoints(
+                        S, mState, mEnds, mSlots, entry, Int32(mEntryCu[row + 1]), num_slots, head, v_row, column
+                    )
             self.round_state(S, A)
             warpgroup.fence()
-            contract(mma_bf16, Y, A, bKG, stage, HEAD // 16, False)
+            contract(mma, Y, A, bKG, stage, HEAD // 16, False)
             warpgroup.commit_group()
             place, late_parity = advance(place, late_parity, LATE_STAGES)
             tail = late_address + place * LATE_BYTES + (TAIL_OFFSET - QG_OFFSET)
+            if const_expr(self.key.transition):
+                warpgroup.wait_group(0)
             if more:
                 late.wait_full(place, late_parity)
                 decay_state(S, tail, lane, True)
             warpgroup.wait_group(0)
-        store_state(S, mState, write, num_slots, head, v_row, column)
+        if const_expr(self.key.transition):
+            store_state(S, mWork, work, Int32(WORK_LIMIT), head, v_row, column)
+        else:
+            store_state(S, mState, write, num_slots, head, v_row, column)
 
     def round_state(self, S, A):
         """The state rounded to the left operand A, which lives through the loop."""
         words = fragment_words(A)
         for i in range(cute.size(words)):
-            words[i] = pack_bf16(S[2 * i], S[2 * i + 1])
+            words[i] = pack_f16(S[2 * i], S[2 * i + 1])
 
-    def operand(self, base, shape, dtype, stages, pitch):
-        """A swizzled operand of a ring's stages as a staged tensor (rows, columns, stage)."""
-        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
+    def operand(self, base, shape, stages, pitch):
+        """A swizzled fp16 operand of a ring's stages as a staged tensor (rows, columns, stage)."""
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Float16)
         tile = cute.tile_to_shape(atom, shape, order=(0, 1))
         layout = cute.append(tile.outer, cute.make_layout(stages, stride=pitch // 2))
-        return cute.make_tensor(cute.recast_ptr(base, tile.inner, dtype), layout)
+        return cute.make_tensor(cute.recast_ptr(base, tile.inner, Float16), layout)
 
     @cute.jit
     def store_checkpoints(
@@ -457,9 +557,13 @@ def build(key: KdaPrefillKey):
         fake_ids(entries, Int32),
         fake_ids(entries, Int32),
         fake_rows(BFloat16, tokens),
+        fake_pool(Float32),
         Int32(0),
         Int32(0),
         Int32(0),
         Int32(1),
+        Int32(0),
+        Int32(1),
+        Int32(2),
         fake_stream(),
     )

@@ -1,18 +1,20 @@
 """First of the two KDA prefill kernels: everything of a chunk that does not depend on the state, for all chunks at once.
 
-One block of 256 threads computes the record (`device/kda_layout.py`) of one chunk of one value head:
+Two blocks of 256 threads stay on each multiprocessor, each with an equal run of (chunk slot, head) items. Of an item a block
+computes the record (`device/kda_layout.py`):
 
-1  loads: a thread owns 2 channels of 16 tokens of k, q and the raw gate, straight from global memory to registers;
-2  decay alpha = exp(g); row sums k.k, q.q, q.k by shuffles; one barrier; norms and the diagonal of P; one barrier;
+1  inputs: TMA brought k, q and the raw gate; a thread owns 2 channels of 16 tokens;
+2  decay alpha = exp(g); row sums k.k, q.q, q.k as diagonals of matrix products; one barrier; norms, beta and the diagonal of P;
+   one barrier;
 3  running products of alpha inside the 16 tokens, joined across the four groups by their totals, give KG, QG and KU, which go
    from registers to the record, and the operands of level 32 and 16; level 8 and below lie inside a thread's tokens;
 4  pair products k_i.k_j and q_i.k_j (j < i) with their decay between: row i and column j meet at the level of the highest bit
    in which i and j differ, one wgmma [64 x 32 x 128] a level, three levels at a time;
-5  L and P are gathered from the levels; T' = (I + L)^-1 diag(beta); P and T' go to the record.
+5  L and P are gathered from the levels; T' = (I + L)^-1 diag(beta) by warps 0-3; P and T' go to the record. Warp 7 finds the
+   next item and starts its loads; warps 4-7 go on to its stage 2 meanwhile.
 
 Every factor is a product of decays, at most 1, of tokens between column and row: right for any gate, causal bit by bit.
-
-Grid (chunk slots, heads). Two blocks an SM: 104 KiB of shared memory and at most 128 registers.
+105 KiB of shared memory (the inputs lie where the row operands of the levels are written) and 128 registers a thread.
 """
 
 import cutlass
@@ -36,6 +38,7 @@ from ..device.kda_layout import (
     TAIL_OFFSET,
     chunk_of_slot,
 )
+from ..device.kda_levels import level_products
 from ..device.kda_rows import (
     GROUP,
     LevelTiles,
@@ -43,7 +46,6 @@ from ..device.kda_rows import (
     local_level,
     mask_words,
     multiply_f16,
-    pack_scaled,
     reread,
     row_products,
     store_column,
@@ -58,9 +60,11 @@ from ..device.prefill_inverse import DIAGONAL_BYTES, merge_blocks, solve_diagona
 from ..device.prefill_layout import CHUNK, HEAD, LOWER_PITCH, OPERAND_BYTES, TILE_BYTES, tile_address
 from ..device.prefill_rows import owns_norms
 from ..device.state_io import row_ptr
-from ..device.warp_ops import load_shared, pack_bf16, pack_f16, store_shared, store_shared_half, unpack_bf16
+from ..device.warp_ops import load_shared, pack_f16, store_shared, store_shared_half, unpack_bf16
 
 THREADS = 256
+BLOCKS = 2 * 132  # resident on the chip at once; each takes an equal run of (chunk slot, head) items
+LOADER = 7  # warp that starts the loads, one without part in the inverse
 LEVELS = ((32, 16, 8), (4, 2, 1))
 NORM_EPS = 1e-6
 MINUS_INFINITY_PAIR = 0xFF80FF80  # bf16 raw gates whose decay is exactly 1
@@ -121,6 +125,7 @@ class KdaRecords:
             sums: cute.struct.Align[cute.struct.MemRange[Float32, 3 * 2 * CHUNK], 128]
             norms: cute.struct.Align[cute.struct.MemRange[Float32, 2 * CHUNK], 128]
             beta: cute.struct.Align[cute.struct.MemRange[Float32, CHUNK], 128]
+            info: cute.struct.Align[cute.struct.MemRange[Int32, 8], 16]
             loaded: cute.struct.MemRange[cutlass.Int64, 1]
 
         self.storage = Storage
@@ -130,7 +135,7 @@ class KdaRecords:
             mEnds, mTable, mRecords, scale, lower_bound, l2norm, has_entries, min_tokens, first_head, heads, group_size, mma,
             row_layout, column_layout, input_layout,
         ).launch(
-            grid=[cute.size(mTable, mode=[0]), heads, 1],
+            grid=[cutlass.min(cute.size(mTable, mode=[0]) * heads, BLOCKS), 1, 1],
             block=[THREADS, 1, 1],
             max_number_threads=[2 * THREADS, 1, 1],  # caps registers so that two blocks fit an SM
             stream=stream,
@@ -167,53 +172,139 @@ class KdaRecords:
         input_layout: cute.ComposedLayout,
     ):
         tidx, _, _ = cute.arch.thread_idx()
-        slot, local_head, _ = cute.arch.block_idx()
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        warp = cute.arch.make_warp_uniform(tidx // 32)
         lane = tidx % 32
+        storage = cutlass.utils.SmemAllocator().allocate(self.storage)
+        sR = storage.rows.get_tensor(row_layout.outer, swizzle=row_layout.inner)
+        sC = storage.columns.get_tensor(column_layout.outer, swizzle=column_layout.inner)
+        # The three input tiles stand where the row operands of the levels are written later.
+        tile = cute.recast_ptr(storage.rows.data_ptr(), input_layout.inner, BFloat16)
+        loaded = storage.loaded.data_ptr()
+        if tidx == 0:
+            cute.arch.mbarrier_init(loaded, 1)
+            cute.arch.mbarrier_init_fence()
+        named = ("products", "inverse", "lower", "diagonal", "totals", "sums", "norms", "beta")
+        starts = [getattr(storage, name).data_ptr().toint() for name in named]
+        addresses = [sR.iterator.toint(), sC.iterator.toint(), *starts]
+        # Above their diagonals P and T' are zero and no one writes them.
+        for tile_start in starts[:2]:
+            for i in cutlass.range_constexpr(TILE_BYTES // 16 // THREADS):
+                none = Uint32(0)
+                store_shared(tile_start + (i * THREADS + tidx) * 16, none, none, none, none)
+        cute.arch.sync_threads()
         rows = cute.size(mCu, mode=[0]) - 1
-        found = chunk_of_slot(mCu, mEntryCu, mEnds, slot, rows, lane, has_entries, min_tokens)
-        token, start, count, entry = (cute.arch.make_warp_uniform(x) for x in found)
-        if (tidx == 0) & (local_head == 0):
-            mTable[slot, 0] = token + start
-            mTable[slot, 1] = count
-            mTable[slot, 2] = start
-            mTable[slot, 3] = entry
-        if count > 0:
-            storage = cutlass.utils.SmemAllocator().allocate(self.storage)
-            sR = storage.rows.get_tensor(row_layout.outer, swizzle=row_layout.inner)
-            sC = storage.columns.get_tensor(column_layout.outer, swizzle=column_layout.inner)
-            # The three input tiles stand where the row operands of the levels are written later.
-            loaded = storage.loaded.data_ptr()
-            if tidx == 0:
-                cute.arch.mbarrier_init(loaded, 1)
-                cute.arch.mbarrier_init_fence()
-            cute.arch.sync_threads()
-            head = first_head + local_head
-            if tidx < 32:
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(loaded, 3 * OPERAND_BYTES)
-                tile = cute.recast_ptr(storage.rows.data_ptr(), input_layout.inner, BFloat16)
-                key_head = head // group_size
-                self.load_tile(tma_k, gK, tile, input_layout, token + start, key_head, loaded)
-                self.load_tile(tma_q, gQ, tile + OPERAND_BYTES // 2, input_layout, token + start, key_head, loaded)
-                self.load_tile(tma_g, gG, tile + OPERAND_BYTES, input_layout, token + start, head, loaded)
-            record = mRecords.iterator.toint() + (Int64(slot) * Int64(heads) + Int64(local_head)) * RECORD_BYTES
-            if tidx < 4:
-                info = start if tidx == 0 else (count if tidx == 1 else (start + count if tidx == 2 else entry))
-                store_global_word(record + INFO_OFFSET + Int64(tidx * 4), Uint32(info))
-            addresses = [
-                storage.products.data_ptr().toint(),
-                storage.inverse.data_ptr().toint(),
-                storage.lower.data_ptr().toint(),
-                storage.diagonal.data_ptr().toint(),
-                storage.totals.data_ptr().toint(),
-                storage.sums.data_ptr().toint(),
-                storage.norms.data_ptr().toint(),
-                storage.beta.data_ptr().toint(),
-            ]
-            self.chunk(
-                mB, mALog, mBias, sR, sC, mma, addresses, loaded, record, scale, lower_bound, l2norm, token + start, count, head,
-                tidx,
+        items = Int64(cute.size(mTable, mode=[0])) * Int64(heads)
+        first, stop = Int32(items * Int64(block) // Int64(blocks)), Int32(items * Int64(block + 1) // Int64(blocks))
+        info = storage.info.data_ptr().toint()
+        if warp == LOADER:
+            self.start_next(
+                mCu, mEntryCu, mEnds, mTable, tma_k, gK, tma_q, gQ, tma_g, gG, tile, input_layout, first, stop, heads, first_head,
+                group_size, rows, lane, has_entries, min_tokens, loaded, info,
             )  # fmt: skip
+        parity = Int32(0)
+        cute.arch.mbarrier_wait(loaded, parity)
+        count = load_shared(info, 1, Int32)
+        while count > 0:
+            # Zero, which the compiler cannot know: it would compute all addresses before the loop, and has no registers for it.
+            zero = count >> 8
+            slot, local_head = load_shared(info + 16, 2, Int32)
+            record = mRecords.iterator.toint() + (Int64(slot) * Int64(heads) + Int64(local_head)) * RECORD_BYTES
+            self.products_of_chunk(
+                mB, mALog, mBias, sR, sC, mma, addresses, info, record, scale, lower_bound, l2norm, count,
+                first_head + local_head, tidx + zero,
+            )  # fmt: skip
+            # The operands are not needed any more: the next chunk's inputs come while this one's inverse is computed.
+            if warp == LOADER:
+                item = load_shared(info + 24, 1, Int32)
+                self.start_next(
+                    mCu, mEntryCu, mEnds, mTable, tma_k, gK, tma_q, gQ, tma_g, gG, tile, input_layout, item + 1, stop, heads,
+                    first_head, group_size, rows, lane, has_entries, min_tokens, loaded, info,
+                )  # fmt: skip
+            self.finish_chunk(addresses, record, tidx + zero)
+            parity = parity ^ 1
+            cute.arch.mbarrier_wait(loaded, parity)
+            count = load_shared(info, 1, Int32)
+
+    @cute.jit
+    def start_next(
+        self,
+        mCu: cute.Tensor,
+        mEntryCu: cute.Tensor,
+        mEnds: cute.Tensor,
+        mTable: cute.Tensor,
+        tma_k: cute.CopyAtom,
+        gK: cute.Tensor,
+        tma_q: cute.CopyAtom,
+        gQ: cute.Tensor,
+        tma_g: cute.CopyAtom,
+        gG: cute.Tensor,
+        tile: cute.Pointer,
+        layout: cute.ComposedLayout,
+        item: Int32,
+        stop: Int32,
+        heads: Int32,
+        first_head: Int32,
+        group_size: Int32,
+        rows: Int32,
+        lane: Int32,
+        has_entries: Int32,
+        min_tokens: Int32,
+        loaded: cute.Pointer,
+        info: Int32,
+    ):
+        """One warp: the next item whose slot has a chunk, what the block must know of it, and its loads; count 0 at the end.
+
+        A slot's line of the table is written by whoever has the slot's first head.
+        """
+        token, start, count, entry = Int32(0), Int32(0), Int32(0), Int32(-1)
+        while (item < stop) & (count == 0):
+            slot = item // heads
+            found = chunk_of_slot(mCu, mEntryCu, mEnds, slot, rows, lane, has_entries, min_tokens)
+            token, start, count, entry = found[0] + found[1], found[1], found[2], found[3]
+            if (item == slot * heads) & (lane == 0):
+                mTable[slot, 0] = token
+                mTable[slot, 1] = count
+                mTable[slot, 2] = start
+                mTable[slot, 3] = entry
+            item = item if count > 0 else (slot + 1) * heads
+        slot = item // heads
+        cute.arch.sync_warp()
+        if lane == 0:
+            store_shared(info, count, start, start + count, entry)
+            store_shared(info + 16, slot, item - slot * heads, item, token)
+        cute.arch.sync_warp()
+        if count > 0:
+            head = first_head + item - slot * heads
+            self.load_tiles(tma_k, gK, tma_q, gQ, tma_g, gG, tile, layout, token, head, group_size, loaded)
+        else:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(loaded)
+
+    @cute.jit
+    def load_tiles(
+        self,
+        tma_k: cute.CopyAtom,
+        gK: cute.Tensor,
+        tma_q: cute.CopyAtom,
+        gQ: cute.Tensor,
+        tma_g: cute.CopyAtom,
+        gG: cute.Tensor,
+        tile: cute.Pointer,
+        layout: cute.ComposedLayout,
+        token: Int32,
+        head: Int32,
+        group_size: Int32,
+        loaded: cute.Pointer,
+    ):
+        """One warp: start the loads of a chunk's k, q and raw gate."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(loaded, 3 * OPERAND_BYTES)
+        key_head = head // group_size
+        self.load_tile(tma_k, gK, tile, layout, token, key_head, loaded)
+        self.load_tile(tma_q, gQ, tile + OPERAND_BYTES // 2, layout, token, key_head, loaded)
+        self.load_tile(tma_g, gG, tile + OPERAND_BYTES, layout, token, head, loaded)
 
     def load_tile(self, tma, gX, tile, layout, token, head, loaded):
         """Rows token .. token + 63 of one head by TMA; rows behind the tensor are zeros, rows of a neighbour are masked later."""
@@ -225,7 +316,7 @@ class KdaRecords:
         cute.copy(tma, tXgX, tXsX, tma_bar_ptr=loaded)
 
     @cute.jit
-    def chunk(
+    def products_of_chunk(
         self,
         mB: cute.Tensor,
         mALog: cute.Tensor,
@@ -234,42 +325,42 @@ class KdaRecords:
         sC: cute.Tensor,
         mma: cute.TiledMma,
         addresses,
-        loaded: cute.Pointer,
+        info: Int32,
         record: Int64,
         scale: Float32,
         lower_bound: Float32,
         l2norm: Int32,
-        token: Int32,
         count: Int32,
         head: Int32,
         tidx: Int32,
     ):
-        products, inverse, lower, diagonal, totals, sums, norms, beta = addresses
+        """Stages 1 to 4: everything but T' and P goes to the record."""
+        row_tiles, column_tiles, products, inverse, lower, diagonal, totals, sums, norms, beta = addresses
         lane = tidx % 32
         warp = cute.arch.make_warp_uniform(tidx // 32)
         half, group = warp & 1, warp >> 1
         channel = half * 64 + lane * 2
         last = count - 1
 
+        if tidx < 4:
+            word = load_shared(info + (tidx ^ (1 if tidx < 2 else 0)) * 4, 1, Uint32)
+            store_global_word(record + INFO_OFFSET + Int64(tidx * 4), word)
+
         # 1  loads
         bias = load_vector(mBias.iterator + (head * HEAD + channel), 2)
         slope, rate = gate_constants(mALog[head], lower_bound, self.bounded)
         offset = [slope * bias[0], slope * bias[1]]
+        logit = Float32(0.0)
         if tidx < CHUNK:
             at = tidx if tidx < count else last
+            token = load_shared(info + 28, 1, Int32)
             logit = Float32(load_vector(row_ptr(mB, token + at, head, 2), 1)[0])
-            store_shared(beta + tidx * 4, sigmoid(logit) if tidx < count else Float32(0.0))
-        for i in cutlass.range_constexpr(2):
-            zero = Uint32(0)
-            store_shared(products + (i * THREADS + tidx) * 16, zero, zero, zero, zero)
-            store_shared(inverse + (i * THREADS + tidx) * 16, zero, zero, zero, zero)
 
         # 2  row sums and decays
         word = lane * 4  # of a tile's row of 64 channels
-        tiles = LevelTiles(sR.iterator.toint(), sC.iterator.toint(), half, word)
-        inputs = sR.iterator.toint() + half * TILE_BYTES
+        tiles = LevelTiles(row_tiles, column_tiles, half, word)
+        inputs = row_tiles + half * TILE_BYTES
         source = inputs + group * (GROUP * 128) + word
-        cute.arch.mbarrier_wait(loaded, 0)
         for index, pair in enumerate(row_products(inputs, inputs + OPERAND_BYTES, group * GROUP, lane)):
             at = sums + index * 512 + half * 256 + (group * GROUP + (lane >> 2)) * 4
             store_float(at, pair[0], owns_norms(lane))
@@ -300,35 +391,35 @@ class KdaRecords:
             rk = cute.math.rsqrt(load_shared(at, 1) + load_shared(at + 256, 1) + NORM_EPS, fastmath=True)
             rq = cute.math.rsqrt(load_shared(at + 512, 1) + load_shared(at + 768, 1) + NORM_EPS, fastmath=True)
             rk = rk if l2norm != 0 else Float32(1.0)
-            rq = rq if l2norm != 0 else Float32(1.0)
-            own = (load_shared(at + 1024, 1) + load_shared(at + 1280, 1)) * rk * rq * scale
+            rq = (rq if l2norm != 0 else Float32(1.0)) * scale
+            own = (load_shared(at + 1024, 1) + load_shared(at + 1280, 1)) * rk * rq
             store_shared(norms + tidx * 4, rk if tidx < count else Float32(0.0))
             store_shared(norms + 256 + tidx * 4, rq if tidx < count else Float32(0.0))
             own = own if tidx < count else Float32(0.0)
             store_shared_half(tile_address(products, tidx, tidx >> 3) + (tidx & 7) * 2, pack_f16(own, own))
+            # Behind the barrier: the last chunk's inverse has read its own.
+            store_shared(beta + tidx * 4, sigmoid(logit) if tidx < count else Float32(0.0))
         cute.arch.sync_threads()
 
         # 3  running products
         norms += group * (GROUP * 4)
-        k16, q16, decay16 = self.running_products(
-            tiles, alpha, k_words, q_words, norms, totals, record, scale, half, group, channel, word
+        k16, q16, to_row = self.products_from_start(
+            alpha, k_words, q_words, norms, totals, record, half, group, channel, word
         )
-        local_level(tiles, 2, 8, group, k16, q16, decay16)
-
-        # 4  pair products, three levels at a time
-        cute.arch.fence_view_async_shared()
-        cute.arch.sync_threads()
-        self.level_products(sR, sC, mma, LEVELS[0], products, lower, diagonal, beta, scale, tidx)
-        cute.arch.sync_threads()
-        k16, q16, decay16 = ([reread(words[i]) for i in range(GROUP)] for words in (k16, q16, decay16))
-        for slot in cutlass.range_constexpr(3):
-            local_level(tiles, slot, LEVELS[1][slot], group, k16, q16, decay16)
-        cute.arch.fence_view_async_shared()
-        cute.arch.sync_threads()
-        self.level_products(sR, sC, mma, LEVELS[1], products, lower, diagonal, beta, scale, tidx)
+        # Always true, which the compiler cannot know: it would start the products from the end beside those from the start,
+        # for which there are no registers. Nothing computed inside is used behind it, or it would be kept from chunk to chunk.
+        if record != 0:
+            self.products_from_end(
+                sR, sC, mma, tiles, alpha, k16, q16, to_row, addresses, record, half, group, channel, word, tidx
+            )
         cute.arch.sync_threads()
 
-        # 5  inverse by one warpgroup, P to the record by the other
+    @cute.jit
+    def finish_chunk(self, addresses, record: Int64, tidx: Int32):
+        """Stage 5: the inverse by one warpgroup, P to the record by the other."""
+        _, _, products, inverse, lower, diagonal, _, _, _, beta = addresses
+        lane = tidx % 32
+        warp = cute.arch.make_warp_uniform(tidx // 32)
         if warp < 4:
             first = solve_diagonal(diagonal + warp * DIAGONAL_BYTES, lower, inverse, beta, warp, lane)
             cute.arch.barrier(barrier_id=1, number_of_threads=128)
@@ -339,32 +430,27 @@ class KdaRecords:
             self.copy_tile(products, record + P_OFFSET, tidx - 128)
 
     @cute.jit
-    def running_products(
+    def products_from_start(
         self,
-        tiles,
         alpha,
         k_words,
         q_words,
         norms: Int32,
         totals: Int32,
         record: Int64,
-        scale: Float32,
         half: Int32,
         group: Int32,
         channel: Int32,
         word: Int32,
     ):
-        """KG, QG, KU and e^(G_C) to the record, the operands of levels 32 and 16 to their tiles.
-
-        Returns the normalised k and q and the decays of the thread's rows as fp16 pairs, for the lower levels.
-        """
+        """KG and QG to the record. Returns the thread's normalised k and q and its decays from the first row, as fp16 pairs."""
         one = Float32(1.0)
         each = [load_shared(totals + g * 512 + channel * 4, 2) for g in range(4)]
         before = []
         for c in cutlass.range_constexpr(2):
             t0, t1, t2, _ = (each[g][c] for g in range(4))
             before.append(one if group == 0 else (t0 if group == 1 else (t0 * t1 if group == 2 else t0 * t1 * t2)))
-        before_q = [x * scale for x in before]
+        before16 = pack_f16(before[0], before[1])
         place = record + Int64(half * TILE_BYTES + group * (GROUP * 128) + word)
         k16, q16, to_row = [], [], []
         factor = [one, one]
@@ -379,12 +465,36 @@ class KdaRecords:
             k16.append(pack_f16(k[0], k[1]))
             q16.append(pack_f16(q[0], q[1]))
             factor = [factor[c] * alpha[i][c] for c in range(2)]
-            target = swizzled(place, i)
-            store_global_word(target + KG_OFFSET, pack_scaled(k, [factor[c] * before[c] for c in range(2)], pack_bf16))
-            store_global_word(
-                target + QG_OFFSET, pack_scaled(q, [factor[c] * before_q[c] for c in range(2)], pack_bf16)
-            )
             to_row.append(pack_f16(factor[0], factor[1]))
+            from_start = multiply_f16(to_row[i], before16)
+            target = swizzled(place, i)
+            store_global_word(target + KG_OFFSET, multiply_f16(k16[i], from_start))
+            store_global_word(target + QG_OFFSET, multiply_f16(q16[i], from_start))
+        return k16, q16, to_row
+
+    @cute.jit
+    def products_from_end(
+        self,
+        sR: cute.Tensor,
+        sC: cute.Tensor,
+        mma: cute.TiledMma,
+        tiles,
+        alpha,
+        k16,
+        q16,
+        to_row,
+        addresses,
+        record: Int64,
+        half: Int32,
+        group: Int32,
+        channel: Int32,
+        word: Int32,
+        tidx: Int32,
+    ):
+        """KU and e^(G_C) to the record; all operands of the levels and, three levels at a time, their products."""
+        _, _, products, _, lower, diagonal, totals, _, _, beta = addresses
+        one = Float32(1.0)
+        place = record + Int64(half * TILE_BYTES + group * (GROUP * 128) + word)
         each = [load_shared(totals + g * 512 + channel * 4, 2) for g in range(4)]
         after, whole, across = [], [], []
         for c in cutlass.range_constexpr(2):
@@ -402,20 +512,17 @@ class KdaRecords:
             gTail = cute.make_tensor(pointer, cute.make_layout(2))
             gTail[0] = whole[0]
             gTail[1] = whole[1]
-        to_last, decay16 = (cute.make_rmem_tensor(cute.make_layout(GROUP), Uint32) for _ in range(2))
-        # Always true, which the compiler cannot know: it would start the products from the end beside those from the start,
-        # for which there are no registers.
-        if record != 0:
-            factor = [one, one]
-            for step in cutlass.range_constexpr(GROUP):
-                i = GROUP - 1 - step
-                if const_expr(i % 8 == 7):
-                    place = reread(place)
-                to_last[i] = pack_f16(factor[0], factor[1])
-                to_end = multiply_f16(to_last[i], after)
-                store_global_word(swizzled(place, i) + KU_OFFSET, multiply_f16(k16[i], to_end))
-                factor = [factor[c] * alpha[i][c] for c in range(2)]
-                decay16[i] = pack_f16(alpha[i][0], alpha[i][1])
+        to_last, decay16 = [None] * GROUP, [None] * GROUP
+        factor = [one, one]
+        for step in cutlass.range_constexpr(GROUP):
+            i = GROUP - 1 - step
+            if const_expr(i % 8 == 7):
+                place = reread(place)
+            to_last[i] = pack_f16(factor[0], factor[1])
+            to_end = multiply_f16(to_last[i], after)
+            store_global_word(swizzled(place, i) + KU_OFFSET, multiply_f16(k16[i], to_end))
+            factor = [factor[c] * alpha[i][c] for c in range(2)]
+            decay16[i] = pack_f16(alpha[i][0], alpha[i][1])
         at16, at32 = (group >> 1) * 2048, (group & 1) * 2048
         rows16, columns16 = tiles.row_base(1, at16), tiles.column_base(1, at16)
         rows32, columns32 = tiles.row_base(0, at32), tiles.column_base(0, at32)
@@ -432,96 +539,19 @@ class KdaRecords:
         else:
             for i in cutlass.range_constexpr(GROUP):
                 store_column(columns32, i, multiply_f16(k16[i], multiply_f16(to_last[i], across)))
-        return k16, q16, decay16
+        local_level(tiles, 2, 8, group, k16, q16, decay16)
 
-    @cute.jit
-    def level_products(
-        self,
-        sR: cute.Tensor,
-        sC: cute.Tensor,
-        mma: cute.TiledMma,
-        levels: cutlass.Constexpr,
-        products: Int32,
-        lower: Int32,
-        diagonal: Int32,
-        beta: Int32,
-        scale: Float32,
-        tidx: Int32,
-    ):
-        """One wgmma [64 x 32 x 128] a level; entries of one block go to L (rows of k) or P (rows of q), others are dropped.
-
-        Warpgroup g has columns 16 g .. 16 g + 15; warps 0, 1 have the rows of k, warps 2, 3 those of q.
-        """
-        thread = mma.get_slice(cute.arch.make_warp_uniform(tidx // 128) * 128)  # uniform: descriptors need no registers
-        tR = mma.make_fragment_A(thread.partition_A(sR))
-        tC = mma.make_fragment_B(thread.partition_B(sC))
-        shape = mma.partition_shape_C((64, 32))
-        lane = tidx % 32
-        warp = cute.arch.make_warp_uniform(tidx // 32)
-        column = (warp >> 2) * 16 + (lane & 3) * 2
-        row = (warp & 1) * 16 + lane // 4
-        sums = [cute.make_rmem_tensor(shape, Float32) for _ in levels]
-        warpgroup.fence()
+        # 4  pair products, three levels at a time
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_threads()
+        level_products(sR, sC, mma, LEVELS[0], products, lower, diagonal, beta, tidx)
+        cute.arch.sync_threads()
+        k16, q16, decay16 = ([reread(words[i]) for i in range(GROUP)] for words in (k16, q16, decay16))
         for slot in cutlass.range_constexpr(3):
-            for block in cutlass.range_constexpr(HEAD // 16):
-                mma.set(warpgroup.Field.ACCUMULATE, block != 0)
-                cute.gemm(mma, sums[slot], tR[None, None, block, slot], tC[None, None, block, slot], sums[slot])
-            warpgroup.commit_group()
-        for slot in cutlass.range_constexpr(3):
-            warpgroup.wait_group(2 - slot)
-            h, acc = levels[slot], sums[slot]
-            # Below 16 tokens only 16 x 16 blocks on the diagonal hold pairs of one block, below 8 only their diagonal quarters.
-            if const_expr(h == 32) or (warp & 1) == (warp >> 2):
-                for n in cutlass.range_constexpr(2):
-                    for r in cutlass.range_constexpr(2):
-                        if const_expr(h > 8 or n == r):
-                            low, high = acc[4 * n + 2 * r], acc[4 * n + 2 * r + 1]
-                            if warp & 2 == 0:
-                                self.place_lower(h, row + 8 * r, column + 8 * n, low, high, lower, diagonal, beta)
-                            else:
-                                self.place_product(h, row + 8 * r, column + 8 * n, low * scale, high * scale, products)
-
-    @cute.jit
-    def place_lower(
-        self,
-        h: cutlass.Constexpr,
-        m: Int32,
-        n: Int32,
-        low: Float32,
-        high: Float32,
-        lower: Int32,
-        diagonal: Int32,
-        beta: Int32,
-    ):
-        """L_ij = beta_i k_i.k_j of compressed row m, columns n and n + 1: fp16 below the 16 x 16 diagonals, fp32 in them."""
-        i = m // h * (2 * h) + h + m % h
-        b = load_shared(beta + i * 4, 1)
-        if const_expr(h >= 16):
-            if m // h == n // h:
-                j = n // h * (2 * h) + n % h
-                store_shared(lower + i * LOWER_PITCH + j * 2, pack_f16(low * b, high * b))
-        elif const_expr(h > 1):
-            if m // h == n // h:
-                j = n // h * (2 * h) + n % h
-                store_shared(diagonal + (i >> 4) * DIAGONAL_BYTES + (i & 15) * 64 + (j & 15) * 4, low * b, high * b)
-        else:
-            if m >> 1 == n >> 1:
-                value = low if m == n else high
-                store_shared(diagonal + (i >> 4) * DIAGONAL_BYTES + (i & 15) * 64 + ((i - 1) & 15) * 4, value * b)
-
-    @cute.jit
-    def place_product(self, h: cutlass.Constexpr, m: Int32, n: Int32, low: Float32, high: Float32, products: Int32):
-        """P_ij of compressed row m, columns n and n + 1, fp16."""
-        i = m // h * (2 * h) + h + m % h
-        if const_expr(h > 1):
-            if m // h == n // h:
-                j = n // h * (2 * h) + n % h
-                store_shared(tile_address(products, i, j >> 3) + (j & 7) * 2, pack_f16(low, high))
-        else:
-            if m >> 1 == n >> 1:
-                value = low if m == n else high
-                j = i - 1
-                store_shared_half(tile_address(products, i, j >> 3) + (j & 7) * 2, pack_f16(value, value))
+            local_level(tiles, slot, LEVELS[1][slot], group, k16, q16, decay16)
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_threads()
+        level_products(sR, sC, mma, LEVELS[1], products, lower, diagonal, beta, tidx)
 
     @cute.jit
     def copy_tile(self, tile: Int32, target: Int64, thread: Int32):

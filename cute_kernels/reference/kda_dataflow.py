@@ -24,6 +24,11 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return (a.double() @ b.double()).float()
 
 
+def fp16_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Elementwise product of two fp32 tensors rounded to fp16, rounded to fp16 itself; as fp32."""
+    return half(half(a).float() * half(b).float()).float()
+
+
 def decay_factors(alpha: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Running products inside 16-row groups: inclusive from the first row, exclusive up to the last. ``alpha [.., 16,
     K]``."""
@@ -55,24 +60,44 @@ def level_products(kn: torch.Tensor, qn: torch.Tensor, alpha: torch.Tensor) -> t
     return kk, qk
 
 
-def invert_unit_lower(L: torch.Tensor) -> torch.Tensor:
-    """Inverse of I + L: 16-row diagonals by substitution in fp32, merged by fp16 products. Returns fp16 ``[.., 64,
-    64]``."""
-    X = torch.zeros_like(L)
-    for s in range(0, CHUNK, GROUP):
-        block = torch.zeros(*L.shape[:-2], GROUP, GROUP)
-        for i in range(GROUP):
-            block[..., i, i] = 1.0
-            for j in range(i):
-                block[..., i, :] -= L[..., s + i, s + j, None] * block[..., j, :]
-        X[..., s : s + GROUP, s : s + GROUP] = block
-    X, low = half(X), half(L)
-    for h in (GROUP, 2 * GROUP):
-        for s in range(0, CHUNK, 2 * h):
-            first, second = slice(s, s + h), slice(s + h, s + 2 * h)
-            left = half(product(X[..., second, second], low[..., second, first]))
-            X[..., second, first] = half(-product(left, X[..., first, first]))
-    return X
+def rounded_rows(x: torch.Tensor) -> torch.Tensor:
+    """A lower triangular block in fp16 whose rows keep their sums: what rounding an entry leaves goes to the one on its left, in
+    two chains of 8; what the right chain leaves goes to the last entry.
+    """
+    rounded = torch.zeros_like(x, dtype=torch.float16)
+    remainder = torch.zeros_like(x[..., 0])
+    for first in (8, 0):
+        left = torch.zeros_like(remainder)
+        for j in range(first + 7, first - 1, -1):
+            wanted = x[..., j] + (left + remainder if j == 0 else left)
+            rounded[..., j] = half(wanted)
+            left = wanted - rounded[..., j].float()
+        remainder = left
+    return rounded
+
+
+def scaled_inverse(L: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
+    """``(I + L)^-1 diag(beta)`` of strictly lower ``L [.., 64, 64]``, fp16: 16-row diagonals by substitution in fp32, the
+    blocks below them, a block column at a time, by products of fp16 blocks.
+    """
+    blocks = [slice(s, s + GROUP) for s in range(0, CHUNK, GROUP)]
+    low, beta = half(L), beta[..., None, :]
+    T = torch.zeros_like(low)
+    diagonal = []
+    for at in blocks:
+        x = torch.eye(GROUP).expand(*L.shape[:-2], GROUP, GROUP).clone()
+        for m in range(GROUP - 1, 0, -1):
+            x[..., :m] -= L[..., at, at][..., m, None, :m] * x[..., m, None]
+        diagonal.append(rounded_rows(x))
+        T[..., at, at] = rounded_rows(x * beta[..., at])
+    for w, columns in enumerate(blocks):
+        X = {w: diagonal[w]}
+        for i in range(w + 1, len(blocks)):
+            rows = blocks[i]
+            z = half(-sum(product(low[..., rows, blocks[m]], X[m]) for m in range(w, i)))
+            block = product(diagonal[i], z)
+            X[i], T[..., rows, columns] = half(block), half(block * beta[..., columns])
+    return T
 
 
 def padded(x: torch.Tensor, value: float) -> torch.Tensor:
@@ -104,8 +129,8 @@ def prefill(
         qc, kc, vc = (padded(x[:, sl], 0.0) for x in (q, k, v))
         alpha, bc = padded(g[:, sl].exp(), 1.0), padded(beta[:, sl], 0.0)
         rk = torch.rsqrt((kc * kc).sum(-1, keepdim=True) + 1e-6)
-        rq = torch.rsqrt((qc * qc).sum(-1, keepdim=True) + 1e-6)
-        kn, qn = kc * rk, qc * rq
+        rq = torch.rsqrt((qc * qc).sum(-1, keepdim=True) + 1e-6) * scale
+        kn, qn = half(kc * rk).float(), half(qc * rq).float()
         groups = alpha.unflatten(1, (4, GROUP))
         prefix, suffix = decay_factors(groups)
         total = prefix[:, :, -1]
@@ -114,14 +139,13 @@ def prefill(
         for i in range(1, 4):
             before[:, i] = before[:, i - 1] * total[:, i - 1]
             after[:, 3 - i] = after[:, 4 - i] * total[:, 4 - i]
-        prefix = (prefix * before[:, :, None]).flatten(1, 2)
-        near = suffix.flatten(1, 2)
-        kg, qg = (kn * prefix).bfloat16(), (qn * prefix * scale).bfloat16()
-        ku = half(half(kn).float() * half(half(near).float() * half(after).float().repeat_interleave(GROUP, 1)).float())
+        from_start = fp16_product(prefix, before[:, :, None]).flatten(1, 2)
+        to_end = fp16_product(suffix, after[:, :, None]).flatten(1, 2)
+        kg, qg, ku = half(kn * from_start), half(qn * from_start), half(kn * to_end)
         kk, qk = level_products(kn, qn, alpha)
-        P = scale * qk + torch.diag_embed(scale * rq[..., 0] * rk[..., 0] * (qc * kc).sum(-1))
-        T = half(invert_unit_lower(kk * bc[..., None]).float() * bc[:, None, :])
-        packed = S.bfloat16()
+        P = qk + torch.diag_embed(rq[..., 0] * rk[..., 0] * (qc * kc).sum(-1))
+        T = scaled_inverse(kk * bc[..., None], bc)
+        packed = half(S)
         X = half(vc.mT - product(packed, kg.mT))
         U = half(product(X, T.mT))
         o = product(packed, qg.mT) + product(U, half(P).mT)

@@ -244,10 +244,10 @@ def test_E8_neighbours_change_no_bit(lengths, value):
     assert torch.equal(bits(pool[n + row]), bits(spoiled_pool[n + row]))
 
 
-@pytest.mark.parametrize("tokens", [64, 200])
-@pytest.mark.parametrize("logit", [math.log(0.99 / 0.01), 12.0])
+@pytest.mark.parametrize("tokens", [64, 200, 1000])
+@pytest.mark.parametrize("logit", [-3.0, -0.9, 0.9, 2.2, 3.0, math.log(0.99 / 0.01), 5.3, 8.5, 12.0])
 def test_E7_equal_keys(tokens, logit):
-    """All keys equal, beta nearly 1, no decay: the triangular system at its worst still matches the recurrence."""
+    """All keys equal, no decay, beta up to 1: the triangular system at its worst still matches the recurrence."""
     inputs = delta_inputs("kda", "zero", tokens, 1, 2, device="cuda", packed=False)
     inputs.k[:] = inputs.k[:1]
     inputs.b[:] = logit
