@@ -102,7 +102,7 @@ def launch_chunked(
             kda_prefill(KdaPrefillKey(name, slabs_per_block(states, hv), transition=True))(*tensors)
             if parts > 2:
                 part = work[:, first * STATE_ELEMENTS : (first + heads) * STATE_ELEMENTS]
-                segment_states(SegmentStatesKey())(part, heads, parts, long_rows)
+                segment_states(SegmentStatesKey())(part, cu_seqlens, heads, parts, long_rows, long_length)
         run_chunks(*tensors)
 
 
