@@ -66,7 +66,7 @@ def launch_chunked(
     parts = parts_of_long_rows(hv)
     long_rows = min(tokens // long_length, rows) if parts > 1 else 0
     name = STATE_NAMES[state.dtype]
-    run_chunks = kda_prefill(KdaPrefillKey(name, slabs_per_block(rows - long_rows + long_rows * parts, hv)))
+    run_chunks = kda_prefill(KdaPrefillKey(name, slabs_per_block(max(rows, long_rows * parts), hv)))
     inner = 2 * long_rows * (parts - 1)
     work = torch.empty(max(inner, 1), state[0].numel() if inner else 4, dtype=torch.float32, device=q.device)
     if tokens == 0:  # states still move between slots; a tensor map needs an address

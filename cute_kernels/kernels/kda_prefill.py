@@ -204,27 +204,28 @@ class KdaPrefill:
             write = Int32(mWriteIds[row])
         else:
             end = begin
-        if warp < 4 * slabs:
-            cute.arch.setmaxregister_increase(STATE_REGISTERS[slabs])
-            self.state_role(
-                storage, early, late, outputs, mTable, mState, mWork, read, write, work, segment, mEntryCu, mEnds, mSlots,
-                mma, mma_update, begin, end, row, head, first_slab, tidx,
-            )  # fmt: skip
-        else:
-            cute.arch.setmaxregister_decrease(SERVICE_REGISTERS[slabs])
-            records = mRecords.iterator.toint() + Int64(local_head) * RECORD_BYTES
-            pitch = Int64(heads) * RECORD_BYTES
-            column = head * HEAD + first_slab * 64
-            if warp == 4 * slabs:
-                self.load_early(
-                    storage, early, tma_v, gV, records, pitch, mTable, value_layout, begin, end, column, work
-                )
-            if warp == 4 * slabs + 1:
-                self.load_late(storage, late, records, pitch, mTable, begin, end)
-            if const_expr(not self.key.transition):
-                if warp >= 4 * slabs + 2:
-                    half = warp - (4 * slabs + 2)
-                    self.output_role(storage, outputs, mTable, mOut, begin, end, column, half, lane)
+        if place >= 0:  # else nothing is to be done: there are fewer long rows than there may be
+            if warp < 4 * slabs:
+                cute.arch.setmaxregister_increase(STATE_REGISTERS[slabs])
+                self.state_role(
+                    storage, early, late, outputs, mTable, mState, mWork, read, write, work, segment, mEntryCu, mEnds, mSlots,
+                    mma, mma_update, begin, end, row, head, first_slab, tidx,
+                )  # fmt: skip
+            else:
+                cute.arch.setmaxregister_decrease(SERVICE_REGISTERS[slabs])
+                records = mRecords.iterator.toint() + Int64(local_head) * RECORD_BYTES
+                pitch = Int64(heads) * RECORD_BYTES
+                column = head * HEAD + first_slab * 64
+                if warp == 4 * slabs:
+                    self.load_early(
+                        storage, early, tma_v, gV, records, pitch, mTable, value_layout, begin, end, column, work
+                    )
+                if warp == 4 * slabs + 1:
+                    self.load_late(storage, late, records, pitch, mTable, begin, end)
+                if const_expr(not self.key.transition):
+                    if warp >= 4 * slabs + 2:
+                        half = warp - (4 * slabs + 2)
+                        self.output_role(storage, outputs, mTable, mOut, begin, end, column, half, lane)
 
     @cute.jit
     def load_early(
