@@ -1,101 +1,33 @@
-"""Verify and commit kernels on the GPU: float64 recurrence, equality with single steps bit for bit, ids, log, graphs."""
+"""Verify and commit kernels on the GPU, their values: float64 recurrence, and equality with single steps bit for bit."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
-
 import pytest
 import torch
-
-from compact_state.cute_kernels import (
-    DraftLog,
-    advance_state_ids,
-    gdn_commit,
-    gdn_decode,
-    gdn_prefill,
-    gdn_verify,
-    kda_commit,
-    kda_decode,
-    kda_prefill,
-    kda_verify,
-    reference,
-    verify_launch,
+from verify_case import (
+    BACKEND,
+    DEVICE,
+    DTYPES,
+    KINDS,
+    PREFILL,
+    REFERENCE,
+    commit,
+    ids,
+    inputs,
+    make_log,
+    of_same_layer,
+    same,
+    single_steps,
+    states,
+    verify,
 )
+
+from compact_state.cute_kernels import DraftLog, verify_launch
 from compact_state.cute_kernels.configs.verify import SMALL_BATCH_HEADS, choose_verify
-from compact_state.cute_kernels.errors import InvalidArgumentError
-from compact_state.cute_kernels.reference.datasets import DATASETS, cu_seqlens, delta_inputs, initial_states, make_pool
-from compact_state.cute_kernels.reference.datasets import ids as make_ids
+from compact_state.cute_kernels.reference.datasets import DATASETS, cu_seqlens
 from compact_state.cute_kernels.reference.metrics import assert_close, tolerance
 
 pytestmark = pytest.mark.gpu
-
-DEVICE, BACKEND = "cuda", "kernels"
-KINDS = (("gdn", None), ("kda", None), ("kda", -5.0))
-DTYPES = (torch.float32, torch.bfloat16)
-VERIFY = {"gdn": gdn_verify, "kda": kda_verify}
-DECODE = {"gdn": gdn_decode, "kda": kda_decode}
-PREFILL = {"gdn": gdn_prefill, "kda": kda_prefill}
-REFERENCE = {"gdn": (reference.gdn_verify, reference.gdn_commit), "kda": (reference.kda_verify, reference.kda_commit)}
-
-
-def ids(*values):
-    return make_ids(*values, device=DEVICE)
-
-
-def bits(tensor):
-    return tensor.contiguous().view(torch.uint8)
-
-
-def same(a, b):
-    return torch.equal(bits(a), bits(b))
-
-
-def make_log(kind, batch, hk, hv, **options):
-    log = DraftLog.allocate(kind, batch, hk, hv, None, DEVICE, **options)
-    for part in (log.k, log.u, log.g):
-        part.fill_(math.nan)
-    return log
-
-
-def states(count, hv, dtype, dataset="randn"):
-    pool = make_pool(count, (hv, 128, 128), dtype, device=DEVICE)
-    pool.copy_(initial_states(count, hv, dataset=dataset))
-    return pool
-
-
-def inputs(kind, bound, tokens, hk, hv, dataset="randn", seed=0):
-    return delta_inputs(kind, dataset, tokens, hk, hv, lower_bound=bound, device=DEVICE, seed=seed)
-
-
-def of_same_layer(x, other):
-    """`x` with the gate parameters of `other`: a log of KDA holds raw gates, which the layer that replays them must share."""
-    return replace(x, A_log=other.A_log, dt_bias=other.dt_bias)
-
-
-def verify(x, pool, read, write, cu, log, accepted, **options):
-    out = torch.full(x.v.shape, math.nan, dtype=x.v.dtype, device=DEVICE)
-    options = {**x.gate_options, "backend": BACKEND, **options}
-    return VERIFY[x.kind](*x.tensors, pool, read, write, cu, log, accepted, out=out, **options)
-
-
-def commit(x, pool, read, write, log, accepted, **options):
-    if x.kind == "gdn":
-        gdn_commit(pool, read, write, log, accepted, backend=BACKEND, **options)
-    else:
-        kda_commit(
-            x.A_log, x.dt_bias, pool, read, write, log, accepted, lower_bound=x.lower_bound, backend=BACKEND, **options
-        )
-
-
-def single_steps(x, pool, slots, rows, tokens):
-    """Decode tokens one by one in place; `x` holds `tokens` tokens a row, row after row."""
-    out = torch.empty(x.v.shape, dtype=x.v.dtype, device=DEVICE)
-    for t in range(tokens):
-        at = torch.arange(rows, device=DEVICE) * tokens + t
-        step = x.rows(at)
-        out[at] = DECODE[x.kind](*step.tensors, pool, slots, slots, **x.gate_options, backend=BACKEND)
-    return out
 
 
 @pytest.mark.parametrize("dataset", DATASETS)
@@ -181,74 +113,6 @@ def test_every_tile_gives_the_same_bits(kind, bound):
         assert same(a, b)
 
 
-@pytest.mark.parametrize("rounds", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", ["gdn", "kda"])
-def test_settled_steps_in_a_graph_equal_eager_steps(kind, dtype, rounds):
-    """Steps that follow each other directly, each with slots and logs of its own: nothing the kernel loads early changes."""
-    hk, hv, rows, tokens, layers = 2, 4, 3, 3, 6
-    name = "gdn" if kind == "gdn" else "kda_softplus"
-    x, slots = inputs(kind, None, rows * tokens, hk, hv), torch.arange(rows, dtype=torch.int32, device=DEVICE)
-    cu, accepted = torch.arange(rows + 1, dtype=torch.int32, device=DEVICE) * tokens, ids(3, 0, 2)
-    logs = [make_log(kind, rows, hk, hv) for _ in range(layers)]
-    pools = [states(rows, hv, dtype) for _ in range(layers)]
-    for pool, log in zip(pools, logs):
-        verify(x, pool, slots, slots, cu, log, accepted * 0)
-        log.half.bitwise_xor_(1)
-
-    def run(pools, logs, outs, **options):
-        v = x.v
-        for pool, log, out in zip(pools, logs, outs):
-            verify_launch.launch_verify(
-                name, x.q, x.k, v, *x.tensors[3:], pool, slots, slots, cu, log, accepted, out, round_every_token=rounds,
-                **options,
-            )  # fmt: skip
-            v = out  # as in a model, a layer's input is what the layer before it wrote
-
-    def copies():
-        kept = [DraftLog(log.k.clone(), log.u.clone(), log.g.clone(), None, log.half) for log in logs]
-        return [pool.clone() for pool in pools], kept, [torch.zeros_like(x.v).contiguous() for _ in pools]
-
-    eager, captured = copies(), copies()
-    run(*eager)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run(*captured, settled=True)
-    graph.replay()
-    for mine, theirs in zip(captured[2], eager[2]):
-        assert same(mine, theirs)
-    for mine, theirs in zip(captured[0], eager[0]):
-        assert same(mine, theirs)
-    for mine, theirs in zip(captured[1], eager[1]):
-        assert same(mine.u.nan_to_num(), theirs.u.nan_to_num())
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("kind", "bound"), KINDS)
-def test_F3_accepted_counts_and_ids_out_of_range_touch_nothing(kind, bound, dtype):
-    hk, hv = 2, 4
-    pool, log = states(8, hv, dtype), make_log(kind, 8, hk, hv)
-    x = inputs(kind, bound, 32, hk, hv)
-    cu = cu_seqlens((3, 3, 3, 3, 3, 3, 2), DEVICE)
-    slots = ids(0, 1, 2, 3, 4, 5, 6)
-    verify(x, pool, slots, slots, cu, log, ids(0, 0, 0, 0, 0, 0, 0))
-    log.half.bitwise_xor_(1)
-    before, kept = pool.clone(), [part.clone() for part in (log.k, log.u, log.g)]
-    log.rows = ids(0, 1, 2, 3, 4, 5, 99)
-    read, write = ids(0, 1, -1, 3, 4, 5, 6), ids(0, 1, 8, 3, -1, 7, 6)
-    out = verify(x, pool, read, write, cu, log, ids(-1, 9, 2, 1 << 30, 3, 1, 2))
-    for row in range(4):
-        assert bool((out[3 * row : 3 * row + 3] == 0).all()), "an unusable row gives zeros"
-        assert all(same(part[row], old[row]) for part, old in zip((log.k, log.u, log.g), kept))
-    assert same(pool[:6], before[:6]), "only slots 6 and 7 are written"
-    assert not same(pool[7], before[7])
-    assert same(pool[6], before[6]), "a row without a log row commits nothing"
-    assert all(same(part[6:], old[6:]) for part, old in zip((log.k, log.u, log.g), kept))
-    assert bool((out[18:20] != 0).any()), "and still runs its new tokens"
-    assert bool((out[20:] == 0).all()), "rows beyond cu_seqlens are defined"
-
-
 @pytest.mark.parametrize("accepted", [1, 2, 3, 4])
 @pytest.mark.parametrize(("kind", "bound"), KINDS)
 def test_F1_after_verify_everything_equals_never_having_speculated(kind, bound, accepted):
@@ -293,25 +157,6 @@ def test_F2_rows_of_different_lengths_equal_single_runs(kind, bound):
     assert bool(log.u[2, 1, 1:].isnan().all()), "C1: tokens a row does not have keep the log's marker"
 
 
-def test_F6_a_log_smaller_than_the_batch_is_refused():
-    x, pool = inputs("gdn", None, 5, 1, 2), states(10, 2, torch.float32)
-    slots = ids(7, 2, 9, 0, 4)
-    before = pool.clone()
-    with pytest.raises(InvalidArgumentError, match="draft_log"):
-        verify(x, pool, slots, slots, ids(0, 1, 2, 3, 4, 5), make_log("gdn", 4, 1, 2), ids(0, 0, 0, 0, 0))
-    assert same(pool, before)
-
-
-@pytest.mark.parametrize(("kind", "bound"), KINDS)
-def test_F6_row_i_is_logged_in_row_i_whatever_its_slot(kind, bound):
-    hk, hv = 1, 2
-    x, pool = inputs(kind, bound, 5, hk, hv), states(10, hv, torch.float32)
-    slots, log = ids(7, 2, 9, 0, 4), make_log(kind, 5, hk, hv)
-    verify(x, pool, slots, slots, ids(0, 1, 2, 3, 4, 5), log, ids(0, 0, 0, 0, 0))
-    for row in range(5):
-        assert same(log.k[row, 1, 0], x.k[row])
-
-
 @pytest.mark.parametrize(("kind", "bound"), KINDS)
 def test_F8_verify_accept_and_undo_moves_equal_a_straight_run(kind, bound):
     hk, hv = 2, 2
@@ -354,45 +199,6 @@ def test_rows_do_not_depend_on_batch_or_slots_and_repeat_exactly(kind, dtype):
     assert same(out, first[0][7 * tokens : 9 * tokens])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", ["gdn", "kda"])
-def test_A13_a_captured_step_replays_with_new_inputs_counts_and_halves(kind, dtype):
-    hk, hv, rows, tokens = 2, 4, 4, 4
-    steps = [inputs(kind, None, rows * tokens, hk, hv, seed=i) for i in range(5)]
-    counts = (ids(0, 0, 0, 0), ids(4, 1, 0, 2), ids(1, 4, 3, 0), ids(2, 2, 2, 2), ids(0, 1, 3, 4))
-    cu = torch.arange(rows + 1, dtype=torch.int32, device=DEVICE) * tokens
-    start = states(8, hv, dtype)
-
-    eager, log, slots, positions, expected = (
-        start.clone(),
-        make_log(kind, rows, hk, hv),
-        ids(0, 1, 2, 3),
-        ids(0, 0, 0, 0),
-        [],
-    )
-    for x, accepted in zip(steps, counts):
-        expected.append(verify(x, eager, slots, slots, cu, log, accepted))
-        advance_state_ids(slots, slots.clone(), positions, num_slots=8, num_accepted=accepted, log_half=log.half)
-
-    pool, log, positions = start.clone(), make_log(kind, rows, hk, hv), ids(0, 0, 0, 0)
-    x, accepted = inputs(kind, None, rows * tokens, hk, hv), counts[0].clone()
-    read, write = slots.clone(), slots.clone()
-    verify(x, start.clone(), read, write, cu, make_log(kind, rows, hk, hv), accepted)
-    out = torch.empty(x.v.shape, dtype=x.v.dtype, device=DEVICE)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        VERIFY[kind](*x.tensors, pool, read, write, cu, log, accepted, out=out, **x.gate_options, backend=BACKEND)
-        advance_state_ids(read, write, positions, num_slots=8, num_accepted=accepted, log_half=log.half)
-    for step, (source, count) in enumerate(zip(steps, counts)):
-        for destination, values in zip(x.tensors, source.tensors):
-            destination.copy_(values)
-        accepted.copy_(count)
-        graph.replay()
-        assert same(out, expected[step]), f"step {step}"
-    assert same(pool, eager)
-    assert positions.tolist() == sum(counts).tolist()
-
-
 @pytest.mark.parametrize("hv", [1, 2, 3, 6, 12, 24, 48, 96])
 def test_head_counts(hv):
     hk = 1 if hv % 2 else hv // 2
@@ -403,11 +209,3 @@ def test_head_counts(hv):
     log.half.bitwise_xor_(1)
     commit(x, pool, slots, slots, log, ids(3, 3))
     assert same(pool, stepped)
-
-
-def test_no_rows_and_no_tokens():
-    x, pool, log = inputs("gdn", None, 3, 1, 2), states(2, 2, torch.float32), make_log("gdn", 2, 1, 2)
-    before = pool.clone()
-    assert bool((verify(x, pool, ids(), ids(), ids(0), log, ids()) == 0).all())
-    verify(x.rows(slice(0, 0)), pool, ids(0, 1), ids(0, 1), ids(0, 0, 0), log, ids(0, 0))
-    assert same(pool, before)
