@@ -19,22 +19,22 @@ HEAD_DIM = 128
 
 
 WY_OPERAND_STRIDE = 160  # bf16 of an operand row: 8 rows of 16-byte vectors hit all banks
-WY_DOTS_STRIDE = 20  # fp32 of a row of dots
+WY_OLD_STRIDE = 68  # words of a logged token's row: 8 rows of 16 bytes hit all banks
 
 
 def wy_regions(kda: bool, warps: int) -> dict[str, int]:
     """Shared memory of the tensor-core form: fp32 words of each region, in order."""
+    parts = 2 if kda else 1
     return {
-        "keys": MAX_TOKENS * HEAD_DIM,
-        "decay": MAX_TOKENS * (HEAD_DIM if kda else 1),
-        "old_decay": MAX_TOKENS * (HEAD_DIM if kda else 1),
-        "total": HEAD_DIM if kda else 4,
-        "coefficients": 2 * MAX_TOKENS * MAX_TOKENS,
         "beta": MAX_TOKENS,
-        "values": MAX_TOKENS * HEAD_DIM // 2,
-        "operands": 4 * MAX_TOKENS * WY_OPERAND_STRIDE // 2,
-        "pairs": HEAD_DIM * MAX_TOKENS,
-        "dots": warps * 16 * WY_DOTS_STRIDE,
+        "between": 0 if kda else MAX_TOKENS * MAX_TOKENS,
+        "upto": 0 if kda else MAX_TOKENS,
+        "behind": 0 if kda else MAX_TOKENS,
+        "total": HEAD_DIM if kda else 4,
+        "norms": 3 * MAX_TOKENS * warps,
+        "pairs": warps * 32 * 4,
+        "operands": 2 * parts * MAX_TOKENS * WY_OPERAND_STRIDE // 2,
+        "old": parts * MAX_TOKENS * WY_OLD_STRIDE,
     }
 
 
@@ -73,11 +73,12 @@ class VerifyKey:
         """C identifier of the specialisation."""
         blocks = f"_b{self.blocks}" if self.blocks > 1 else ""
         if self.wy:
-            unused = ("", "_landing")[self.landing] + ("", "_commit")[self.commit]  # never in a legal key
-            return f"wy_verify_{self.kind}_{SHORT[self.state]}{blocks}{('', '_pdl')[self.pdl]}{unused}"
+            unused = ("_reg", "")[self.landing] + ("", "_commit")[self.commit]  # never in a legal key
+            flags = ("", "_pdl")[self.pdl] + unused
+            return f"wy_verify_{self.kind}_{SHORT[self.state]}{blocks}{flags}"
         name = "recurrent_commit" if self.commit else "recurrent_verify"
-        flags = [blocks, ("_reg", "")[self.landing], ("", "_pdl")[self.pdl]]
-        return f"{name}_{self.kind}_{SHORT[self.state]}_r{self.rows}w{self.warps}{''.join(flags)}"
+        flags = blocks + ("_reg", "")[self.landing] + ("", "_pdl")[self.pdl]
+        return f"{name}_{self.kind}_{SHORT[self.state]}_r{self.rows}w{self.warps}{flags}"
 
     @property
     def tile(self) -> int:
@@ -88,7 +89,7 @@ class VerifyKey:
         """Shared memory of a block: old and new k, new q, u and v, KDA's decays, scalars, and the landing buffer."""
         kda = self.kind != "gdn"
         if self.wy:
-            return 4 * sum(wy_regions(kda, self.warps).values())
+            return 4 * sum(wy_regions(kda, self.warps).values()) + 2 * HEAD_DIM * HEAD_DIM + 8 * self.warps + 64
         old_words = MAX_TOKENS * (HEAD_DIM * (2 if kda else 1) + self.tile + (0 if kda else 4))
         new_words = 0 if self.commit else MAX_TOKENS * (HEAD_DIM * (3 if kda else 2) + self.tile // 2 + 4)
         landing = self.tile * HEAD_DIM * (4 if self.state == "float32" else 2) if self.landing else 0
@@ -96,8 +97,9 @@ class VerifyKey:
 
     def rejection(self) -> str | None:
         """Why this key has no kernel, or None."""
-        if self.wy and (self.state != "bfloat16" or self.commit or self.landing or self.tile != HEAD_DIM):
-            return "wy: it verifies on bf16 pools, a whole head a block, its state in registers"
+        whole = self.landing and self.warps == 8 and self.tile == HEAD_DIM
+        if self.wy and (self.state != "bfloat16" or self.commit or not whole):
+            return "wy: it verifies on bf16 pools, a whole head landed in a block of 8 warps"
         if self.blocks * (self.shared_bytes() + 1024) > 233_472:
             return f"blocks={self.blocks}: {self.shared_bytes()} B of shared memory each do not fit an SM"
         return _tile_rejection(self.rows, self.warps)
@@ -156,7 +158,7 @@ def heuristic(kind: Kind, state: StateDtype, heads: int, *, round_tokens: bool =
     The form follows from the pool and `round_tokens` alone, so that a row's bits do not depend on its batch.
     """
     if state == "bfloat16" and not round_tokens:
-        return VerifyKey(kind, state, 4, 8, landing=False, blocks=3 if kind == "gdn" else 2, wy=True, pdl=True)
+        return VerifyKey(kind, state, 4, 8, blocks=4 if kind == "gdn" else 3, wy=True, pdl=True)
     small = heads <= SMALL_BATCH_HEADS and state == "float32"
     return VerifyKey(kind, state, 2 if small else 4, 4, pdl=True)
 

@@ -78,19 +78,27 @@ def mma_16816(a, b, c, kind):
     )
 
 
+def mma_1688_tf32(a, b, c):
+    """D = A B + C for one m16n8k8 tile of fp32 in registers, of whose mantissas the unit reads 10 bits; a: 4, b: 2, c: 4."""
+    return cute.arch.inline_ptx(
+        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+        "{{$w0}, {$w1}, {$w2}, {$w3}}, {{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};",
+        write_only_types=[Float32] * 4,
+        read_only_args=[*a, *b, *c],
+    )
+
+
+def round_tf32(x):
+    """fp32 bits, as a word, whose first 10 bits of mantissa are those of x rounded to nearest."""
+    bits = cute.make_rmem_tensor(cute.make_layout(1), Float32)
+    bits[0] = x
+    return cute.recast_tensor(bits, Uint32)[0] + Uint32(0x1000)
+
+
 def pack_f16(low, high):
     """Two fp32 rounded to fp16 in one word; a magnitude above 65504 saturates instead of becoming infinite."""
     return cute.arch.inline_ptx(
         "cvt.rn.satfinite.f16x2.f32 {$w0}, {$r1}, {$r0};", write_only_types=[Uint32], read_only_args=[low, high]
-    )
-
-
-def round_f16(x):
-    """An fp32 rounded to fp16 and back, saturating at 65504."""
-    return cute.arch.inline_ptx(
-        "{ .reg .b16 h; cvt.rn.satfinite.f16.f32 h, {$r0}; cvt.f32.f16 {$w0}, h; }",
-        write_only_types=[Float32],
-        read_only_args=[x],
     )
 
 

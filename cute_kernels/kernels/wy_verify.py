@@ -4,57 +4,59 @@ With S the committed state as stored, D_t the product of decays 0..t of the new 
 
     commit    S   = bf16( S0 diag(W_total) + sum_j u_j (W_j k_j)^T )        W_j: decays after logged token j
     dots      P_t = S (D_t k_t),   R_t = S (D_t q_t)                         two 128 x 128 x 8 products
-    u_t = beta_t (v_t - P_t - sum_{j<t} (k_t . D_jt k_j) u_j)                8 x 8 triangular, row by row of V
-    o_t = R_t + sum_{j<=t} (q_t . D_jt k_j) u_j                              q has the scale
+    pairs     A_tj = k_t . D_jt k_j,   C_tj = q_t . D_jt k_j                 one 16 x 8 x 128 product
+    u         = (I + beta A)^-1 beta (v - P),   o = R + C u                  products with 8 x 8 matrices, q has the scale
 
 Token by token the recurrence costs 4 fp32 instructions an element and token, which bounds a bf16 pool from 3 tokens on.
-Here every token costs tensor-core dots against the bits that are stored anyway, so any T <= 8 runs at memory speed.
+Here every token costs tensor-core dots against the bits that are stored anyway.
 
-A block of 8 warps owns one (sequence n, value head h); grid (HV, N). A warp owns 16 rows of V.
-1  every thread issues its loads: 16 rows x 128 K of state in 32 registers, u of the logged tokens, then k, q, v, gates;
-2  16 lanes a token, threads 0..127 for new tokens and 128..255 for logged ones: norms and decays; one barrier;
-3  the same threads: decay products, the 8 x 8 coefficients, and operands D k, D q, W k as two bf16 each (hi + lo, so
-   that a product is right to 16 bits) to shared memory; one barrier;
-4  a warp, 32 of K at a time: commit by mma, round, store, dots by mma against the rounded registers; then its 16 rows' P
-   and R go through shared memory so that a lane has a row, solves for its u and gives its o.
+A block of 8 warps owns one (sequence n, value head h); grid (HV, N). A warp owns 16 rows of V throughout.
+1  every thread issues its loads: the warp's rows of state by a bulk copy into shared memory, its rows of u and v, and 4 channels
+   of a token: the four lanes of quad t have token t, the warp has 16 channels;
+2  a warp, on its 16 channels of all tokens: KDA's decays and their products by a scan over the quads, operands D k, D q and
+   W k to shared memory, and the share of its channels in A, C and the norms by mma; one barrier, the only one;
+3  a warp, on its 16 rows of V, 32 of K at a time: commit by mma, round, back to shared memory, dots by mma against the rounded
+   registers; a bulk copy stores the rows; then it adds up the eight shares of A and C, inverts I + beta A by substitution over
+   shuffles, and forms u and o by mma.
+Operands: bf16 inputs are exact; what is fp32 goes in as hi + lo, so that a product is right to 16 bits, but for KDA's pairs, in
+tf32. k and q stay raw, their norms and GDN's decays multiply sums and u. Decays enter as products between two tokens, never as
+a quotient: any gate is safe.
 Order of K: lane l of a quad has 8 consecutive values K = 32 j + 8 l + i, as 16-byte vectors. Taken as the column pair p =
 i // 2 of quad lane l in mma tile 4 j + p, they are accumulators of the commit and, two tiles together, A operands of the
-dots, with no shuffle. Operands in shared memory are laid out to match.
+dots, with no shuffle. Rows of V: rows q and q + 8 of a tile are rows 2 q and 2 q + 1 of the warp, so that stores are pairs.
 Ids, counts, log and races: as in `recurrent_verify`, whose host function and row rules this class shares.
 """
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32, const_expr
+from cutlass.cute.nvgpu import cpasync
 
 from ..configs.verify import MAX_TOKENS, VerifyKey, wy_regions
-from ..configs.verify import WY_DOTS_STRIDE as DOTS_STRIDE
+from ..configs.verify import WY_OLD_STRIDE as OLD_STRIDE
 from ..configs.verify import WY_OPERAND_STRIDE as OPERAND_STRIDE
 from ..device.arith import sigmoid
 from ..device.memory import load_vector, offset_ptr, smem_ptr, store_vector, zero_vector
-from ..device.reduce import sum_over
 from ..device.state_io import row_ptr, slot_ptr
-from ..device.token_step import HEAD_DIM, NORM_LANES, NORM_VALUES, decay_factor, normalize
-from ..device.warp_ops import mma_16816, pack_bf16, unpack_bf16
+from ..device.token_step import HEAD_DIM, decay_factor
+from ..device.warp_ops import ldmatrix4, mma_16816, pack_bf16, unpack_bf16
+from ..device.wy_math import OWN, load_words, split_bf16, store_words, times, unit_lower_inverse, word_ptr, zero_words
+from ..device.wy_tokens import WyTokens
 from . import recurrent_verify
 
 CHUNK = 32  # K values of one state row that a quad holds as four 16-byte vectors
 CHUNKS = HEAD_DIM // CHUNK
 
 
-def split_bf16(low, high):
-    """A pair of fp32 as packed bf16 hi and packed bf16 remainder."""
-    hi = pack_bf16(low, high)
-    back_low, back_high = unpack_bf16(hi)
-    return hi, pack_bf16(low - back_low, high - back_high)
+def log_at(first, token, width, inner):
+    """Element of a token of the log. Tokens of a log are fewer than 2^31, its elements may not be."""
+    return Int64(Int32(first) + token) * Int64(width) + Int64(inner)
 
 
-class WyVerify(recurrent_verify.RecurrentVerify):
+class WyVerify(WyTokens, recurrent_verify.RecurrentVerify):
     def __init__(self, key: VerifyKey):
         super().__init__(key)
-        # Coefficients take several distances at once, so that their chains overlap; KDA's decays leave registers for two.
-        self.near = 2 if self.kda else 4
-        self.spread = NORM_LANES // (2 * self.near)  # lanes that end with the same sum
+        self.parts = 2 if self.kda else 1  # words of an operand: hi and lo, or exact
         self.at, self.words = {}, 0  # first word of each region
         for name, size in wy_regions(self.kda, self.warps).items():
             self.at[name] = self.words
@@ -96,364 +98,385 @@ class WyVerify(recurrent_verify.RecurrentVerify):
         length: Int32,
         replayed: Int32,
     ):
-        smem = cutlass.utils.SmemAllocator()
-        sWords = smem.allocate_tensor(Float32, cute.make_layout(self.words), 128)
-        base = sWords.iterator
-        lane, warp = tidx % 32, tidx // 32
-        quad, l4 = lane // 4, lane % 4
-        inner = (head * HEAD_DIM + warp * 16 + quad) * HEAD_DIM + l4 * 8
-        rState = cute.make_rmem_tensor(cute.make_layout((8, CHUNKS, 2)), BFloat16)
-        rWords = cute.recast_tensor(rState, Uint32)  # (4, CHUNKS, 2)
-        for i in cutlass.range_constexpr(8 * CHUNKS):
-            rWords[i] = Uint32(0)
-        if reads:
-            for row in cutlass.range_constexpr(2):
-                for j in cutlass.range_constexpr(CHUNKS):
-                    source = slot_ptr(mState, read, inner) + (row * 8 * HEAD_DIM + j * CHUNK)
-                    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(8)), rState[None, j, row])
-        rU = zero_vector(Float32, 4)
-        self.load_u(rU, mLogU, head, warp * 16 + quad, l4, log_in, replayed)
-
-        thread = tidx % 128
+        smem = self.allocate()
+        early = self.load_early(
+            smem, mALog, mBias, mState, mLogK, mLogU, mLogGate, tidx, head, key_head, read, reads, log_in, replayed
+        )
         self.wait(settled)
-        rK = cute.make_rmem_tensor(cute.make_layout(NORM_VALUES), Float32)
-        rQ = cute.make_rmem_tensor(cute.make_layout(NORM_VALUES), Float32)
-        if tidx < 128:
-            new = self.block.registers()
-            self.block.load(new, mQ, mK, mV, mGate, mBeta, thread, start, length, key_head, head, Int32(0))
-            parameters = self.block.parameters(mALog, mBias, thread, head)
-            rK.store(normalize(new[0], scale, l2norm, False).load())
-            self.put_new(new, parameters, rK, base, lower_bound, thread, length)
-            rQ.store(normalize(new[1], scale, l2norm, True).load())
-            if logged:
-                self.log_vectors(new, mLogK, mLogGate, thread, head, Int32(0), key_head, logs_key, log_out, length)
-                if const_expr(not self.kda):
-                    if thread < length:
-                        self.log_decay((base + (self.at["decay"] + thread)).load(), mLogGate, thread, head, log_out)
-        else:
-            raw_k = zero_vector(BFloat16, NORM_VALUES)
-            raw_gate = zero_vector(BFloat16, NORM_VALUES) if const_expr(self.kda) else zero_vector(Float32, 1)
-            self.load_old_k(raw_k, raw_gate, mLogK, mLogGate, thread, head, key_head, log_in, replayed)
-            parameters = self.block.parameters(mALog, mBias, thread, head)
-            rK.store(normalize(raw_k, Float32(1.0), l2norm, False).load())
-            self.put_old_decay(raw_gate, parameters, base, lower_bound, thread, replayed)
-        cute.arch.sync_threads()
-        if tidx < 128:
-            self.put_operands(rK, rQ, base, thread, length)
-        else:
-            self.put_pairs(rK, base, thread, replayed)
-        cute.arch.sync_threads()
+        new = self.new_registers()
+        self.load_new(new, mQ, mK, mV, mGate, mBeta, tidx, head, key_head, start, length)
+        self.run_row(
+            smem, early, new, (mState, mLogK, mLogU, mLogGate), (mOut,), tidx, head, key_head, l2norm, scale, lower_bound, write,
+            reads, writes, logged, logs_key, log_out, start, length, replayed,
+        )  # fmt: skip
 
-        rDots = self.commit_and_dot(rWords, rState, rU, base, mState, inner, write, writes, replayed, quad, l4)
-        self.solve(rDots, base, mOut, mLogU, warp, lane, head, logged, log_out, start, length)
+    def allocate(self):
+        """Shared memory of a block: the regions' first word, the landing buffer and its barriers, one a warp."""
+        smem = cutlass.utils.SmemAllocator()
+        sLanding = smem.allocate_tensor(BFloat16, cute.make_layout(HEAD_DIM * HEAD_DIM), 128)
+        bars = smem.allocate_array(Int64, self.warps)
+        return smem.allocate_tensor(Float32, cute.make_layout(self.words), 128).iterator, sLanding, bars
+
+    def new_registers(self):
+        """Zeroed registers for new tokens: k and q of a lane's channels, the gate, words of v, beta."""
+        k, q, gate = (zero_words(OWN) for _ in range(3))
+        words = cute.make_rmem_tensor(cute.make_layout(2), Uint32)
+        words[0], words[1] = Uint32(0), Uint32(0)
+        return k, q, gate, words, zero_vector(BFloat16, 1)
 
     @cute.jit
-    def load_u(
-        self, rU: cute.Tensor, mLogU: cute.Tensor, head: Int32, row: Int32, l4: Int32, log_in: Int64, replayed: Int32
-    ):
-        """u of logged tokens 2 l4, 2 l4 + 1 at V rows `row`, `row` + 8: (token, row) in order."""
-        width = cute.size(mLogU, mode=[3]) * HEAD_DIM
-        for e in cutlass.range_constexpr(2):
-            if 2 * l4 + e < replayed:
-                source = offset_ptr(mLogU.iterator, (log_in + (2 * l4 + e)) * width + head * HEAD_DIM + row, Float32, 4)
-                rU[e] = source.load()
-                rU[2 + e] = (source + 8).load()
-
-    @cute.jit
-    def load_old_k(
+    def load_early(
         self,
-        raw_k: cute.Tensor,
-        raw_gate: cute.Tensor,
+        smem,
+        mALog: cute.Tensor,
+        mBias: cute.Tensor,
+        mState: cute.Tensor,
         mLogK: cute.Tensor,
+        mLogU: cute.Tensor,
         mLogGate: cute.Tensor,
-        thread: Int32,
+        tidx: Int32,
         head: Int32,
         key_head: Int32,
+        read: Int32,
+        reads: Boolean,
         log_in: Int64,
         replayed: Int32,
     ):
-        """Issue the loads of a logged token's 8 channels of k and KDA's raw gate, or of GDN's decays."""
+        """Issue the loads of what the kernel before did not write: state, logged u, k and gates, the layer's parameters."""
+        base, sLanding, bars = smem
+        lane, warp = tidx % 32, tidx // 32
+        quad, l4 = lane // 4, lane % 4
+        row = head * HEAD_DIM + warp * 16 + 2 * quad  # this lane's rows of V: row, row + 1
+        channel = warp * 16 + OWN * l4  # its channels of token `quad`
+        self.land_rows(mState, sLanding, bars, read, reads, head, warp, lane)
+        rU = zero_vector(Float32, 4)  # (row, token)
+        self.load_u(rU, mLogU, row, l4, log_in, replayed)
+        rK, rGate = zero_words(OWN), zero_words(OWN)
+        rScalar = zero_vector(Float32, 2)  # A_log, GDN's decay of a logged token
+        rBias = zero_vector(Float32, OWN)
         hk, hv = cute.size(mLogK, mode=[3]), cute.size(mLogGate, mode=[3])
-        token, lane16 = thread // NORM_LANES, thread % NORM_LANES
-        vector = cute.make_layout(NORM_VALUES)
-        if token < replayed:
-            at = (log_in + token) * (hk * HEAD_DIM) + key_head * HEAD_DIM + lane16 * NORM_VALUES
-            cute.autovec_copy(cute.make_tensor(offset_ptr(mLogK.iterator, at, BFloat16, 16), vector), raw_k)
+        if quad < replayed:
+            at = log_at(log_in, quad, hk * HEAD_DIM, key_head * HEAD_DIM + channel)
+            load_words(rK, offset_ptr(mLogK.iterator, at, BFloat16, 8))
             if const_expr(self.kda):
-                at = (log_in + token) * (hv * HEAD_DIM) + head * HEAD_DIM + lane16 * NORM_VALUES
-                cute.autovec_copy(cute.make_tensor(offset_ptr(mLogGate.iterator, at, BFloat16, 16), vector), raw_gate)
-        if const_expr(not self.kda):
-            if thread < replayed:
-                raw_gate[0] = offset_ptr(mLogGate.iterator, (log_in + thread) * hv + head, Float32, 4).load()
+                at = log_at(log_in, quad, hv * HEAD_DIM, head * HEAD_DIM + channel)
+                load_words(rGate, offset_ptr(mLogGate.iterator, at, BFloat16, 8))
+        rScalar[0] = mALog[head]
+        if const_expr(self.kda):
+            rBias.store(load_vector(offset_ptr(mBias.iterator, head * HEAD_DIM + channel, Float32, 16), OWN).load())
+        else:
+            rBias[0] = mBias[head]
+            if warp == 1 and lane < replayed:
+                rScalar[1] = offset_ptr(mLogGate.iterator, log_at(log_in, lane, hv, head), Float32, 4).load()
+        return rU, rK, rGate, rScalar, rBias
 
     @cute.jit
-    def put_new(
+    def load_new(
         self,
         new,
-        parameters: cute.Tensor,
-        rK: cute.Tensor,
-        base: cute.Pointer,
-        lower_bound: Float32,
-        thread: Int32,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mGate: cute.Tensor,
+        mBeta: cute.Tensor,
+        tidx: Int32,
+        head: Int32,
+        key_head: Int32,
+        start: Int32,
         length: Int32,
     ):
-        """k, v, decays and beta of the new tokens into shared memory; coefficients to zero."""
-        token, lane16 = thread // NORM_LANES, thread % NORM_LANES
-        place = token * HEAD_DIM + lane16 * NORM_VALUES
-        store_vector(rK, smem_ptr(base, self.at["keys"] + place, Float32, 16), NORM_VALUES)
-        values = smem_ptr(base, self.at["values"], BFloat16, 16) + place
-        store_vector(new[2], smem_ptr(values, 0, BFloat16, 16), NORM_VALUES)
-        (base + (self.at["coefficients"] + thread)).store(Float32(0.0))
-        if const_expr(self.kda):
-            if token < length:
-                rDecay = self.decays(new[3], parameters, lower_bound)
-                store_vector(rDecay, smem_ptr(base, self.at["decay"] + place, Float32, 16), NORM_VALUES)
-        if thread < length:
-            (base + (self.at["beta"] + thread)).store(sigmoid(Float32(new[4][0])))
-            if const_expr(not self.kda):
-                decay = decay_factor(False, Float32(new[3][0]), parameters[0], parameters[1], lower_bound)
-                (base + (self.at["decay"] + thread)).store(decay)
+        """Issue the loads of the new tokens; those a row does not have stay zero."""
+        rK, rQ, _, rV, _ = new
+        lane, warp = tidx % 32, tidx // 32
+        quad, l4 = lane // 4, lane % 4
+        if quad < length:
+            place = key_head * HEAD_DIM + warp * 16 + OWN * l4
+            load_words(rK, row_ptr(mK, start + quad, place, 8))
+            load_words(rQ, row_ptr(mQ, start + quad, place, 8))
+        for e in cutlass.range_constexpr(2):
+            if 2 * l4 + e < length:
+                place = head * HEAD_DIM + warp * 16 + 2 * quad
+                rV[e] = word_ptr(row_ptr(mV, start + 2 * l4 + e, place, 4)).load()
+        self.load_gates(new, mGate, mBeta, tidx, head, start, length)
 
     @cute.jit
-    def put_old_decay(
+    def load_gates(
+        self, new, mGate: cute.Tensor, mBeta: cute.Tensor, tidx: Int32, head: Int32, start: Int32, length: Int32
+    ):
+        """KDA's raw gate of a lane's channels; beta and GDN's gate of one token by each of the first threads."""
+        _, _, rGate, _, rBeta = new
+        lane, warp = tidx % 32, tidx // 32
+        if const_expr(self.kda):
+            if lane // 4 < length:
+                place = head * HEAD_DIM + warp * 16 + OWN * (lane % 4)
+                load_words(rGate, row_ptr(mGate, start + lane // 4, place, 8))
+        if tidx < length:
+            rBeta[0] = row_ptr(mBeta, start + tidx, head, 2).load()
+            if const_expr(not self.kda):
+                rGate[0] = row_ptr(mGate, start + tidx, head, 2).load()
+
+    @cute.jit
+    def run_row(
         self,
-        raw_gate: cute.Tensor,
-        parameters: cute.Tensor,
-        base: cute.Pointer,
+        smem,
+        early,
+        new,
+        tensors,
+        output,
+        tidx: Int32,
+        head: Int32,
+        key_head: Int32,
+        l2norm: Boolean,
+        scale: Float32,
         lower_bound: Float32,
-        thread: Int32,
+        write: Int32,
+        reads: Boolean,
+        writes: Boolean,
+        logged: Boolean,
+        logs_key: Boolean,
+        log_out: Int64,
+        start: Int32,
+        length: Int32,
         replayed: Int32,
     ):
-        """Decays of the logged tokens into shared memory."""
-        token, lane16 = thread // NORM_LANES, thread % NORM_LANES
-        if const_expr(self.kda):
-            if token < replayed:
-                rDecay = self.decays(raw_gate, parameters, lower_bound)
-                place = self.at["old_decay"] + token * HEAD_DIM + lane16 * NORM_VALUES
-                store_vector(rDecay, smem_ptr(base, place, Float32, 16), NORM_VALUES)
-        else:
-            if thread < replayed:
-                (base + (self.at["old_decay"] + thread)).store(raw_gate[0])
-
-    @cute.jit
-    def decays(self, raw_gate: cute.Tensor, parameters: cute.Tensor, lower_bound: Float32) -> cute.Tensor:
-        """KDA's decays of 8 channels."""
-        rDecay = cute.make_rmem_tensor(cute.make_layout(NORM_VALUES), Float32)
-        for i in cutlass.range_constexpr(NORM_VALUES):
-            rDecay[i] = decay_factor(
-                self.bounded, Float32(raw_gate[i]), parameters[i], parameters[NORM_VALUES], lower_bound
-            )
-        return rDecay
-
-    def load_decay(self, base, region, token, lane16):
-        """A token's decays of 8 channels; for GDN 8 times the same register."""
-        if self.kda:
-            place = self.at[region] + token * HEAD_DIM + lane16 * NORM_VALUES
-            return load_vector(smem_ptr(base, place, Float32, 16), NORM_VALUES)
-        decay = (base + (self.at[region] + token)).load()
-        return [decay] * NORM_VALUES
-
-    @cute.jit
-    def put_operands(self, rK: cute.Tensor, rQ: cute.Tensor, base: cute.Pointer, thread: Int32, length: Int32):
-        """Coefficients of a new token against the tokens before it, then D k and D q as operands of the dots."""
-        token, lane16 = thread // NORM_LANES, thread % NORM_LANES
-        rW = cute.make_rmem_tensor(cute.make_layout(NORM_VALUES), Float32)  # decays j + 1 .. token
-        for i in cutlass.range_constexpr(NORM_VALUES):
-            rW[i] = Float32(1.0)
-        beta = (base + (self.at["beta"] + token)).load()
-        for group in cutlass.range_constexpr(MAX_TOKENS // self.near):
-            if group * self.near < length:
-                sums = cute.make_rmem_tensor(cute.make_layout(2 * self.near), Float32)  # (k.k, q.k) by distance
-                for i in cutlass.range_constexpr(2 * self.near):
-                    sums[i] = Float32(0.0)
-                for step in cutlass.range_constexpr(self.near):
-                    back = group * self.near + step
-                    j = cutlass.max(token - back, 0)
-                    place = self.at["keys"] + j * HEAD_DIM + lane16 * NORM_VALUES
-                    rOther = load_vector(smem_ptr(base, place, Float32, 16), NORM_VALUES)
-                    decay = self.load_decay(base, "decay", j, lane16)
-                    for i in cutlass.range_constexpr(NORM_VALUES):
-                        weighted = rW[i] * rOther[i]
-                        sums[2 * step] += weighted * rK[i]
-                        sums[2 * step + 1] += weighted * rQ[i]
-                        rW[i] = rW[i] * decay[i] if back <= token else rW[i]
-                for level in cutlass.range_constexpr(self.near.bit_length()):  # transposing butterfly
-                    half = self.near >> level
-                    offset = NORM_LANES >> (level + 1)
-                    upper = (lane16 & offset) != 0
-                    for i in cutlass.range_constexpr(half):
-                        kept = sums[half + i] if upper else sums[i]
-                        sent = sums[i] if upper else sums[half + i]
-                        sums[i] = kept + cute.arch.shuffle_sync_bfly(sent, offset=offset)
-                total = sum_over(sums[0], self.spread)
-                distance = group * self.near + lane16 // (2 * self.spread)
-                if distance <= token and token < length and lane16 % self.spread == 0:
-                    row = base + (self.at["coefficients"] + token * MAX_TOKENS + token - distance)
-                    if lane16 // self.spread % 2 == 1:
-                        (row + MAX_TOKENS * MAX_TOKENS).store(total)
-                    elif distance > 0:
-                        row.store(beta * total)
-        live = token < length
-        rHi = cute.make_rmem_tensor(cute.make_layout(4), Uint32)
-        rLo = cute.make_rmem_tensor(cute.make_layout(4), Uint32)
-        for which in cutlass.range_constexpr(2):
-            rX = rK if const_expr(which == 0) else rQ
-            for i in cutlass.range_constexpr(4):
-                low = rX[2 * i] * rW[2 * i] if live else Float32(0.0)
-                high = rX[2 * i + 1] * rW[2 * i + 1] if live else Float32(0.0)
-                rHi[i], rLo[i] = split_bf16(low, high)
-            for part in cutlass.range_constexpr(2):
-                row = (2 * which + part) * MAX_TOKENS + token
-                place = self.at["operands"] + (row * OPERAND_STRIDE + lane16 * NORM_VALUES) // 2
-                store_vector(rHi if const_expr(part == 0) else rLo, smem_ptr(base, place, Uint32, 16), 4)
-
-    @cute.jit
-    def put_pairs(self, rK: cute.Tensor, base: cute.Pointer, thread: Int32, replayed: Int32):
-        """W k of the logged tokens as operand of the commit, two tokens a word, and the product of all decays."""
-        token, lane16 = thread // NORM_LANES, thread % NORM_LANES
-        rW = cute.make_rmem_tensor(cute.make_layout(NORM_VALUES), Float32)
-        for i in cutlass.range_constexpr(NORM_VALUES):
-            rW[i] = Float32(1.0)
-        for j in cutlass.range(token + 1, replayed, unroll=1):
-            decay = self.load_decay(base, "old_decay", j, lane16)
-            for i in cutlass.range_constexpr(NORM_VALUES):
-                rW[i] = rW[i] * decay[i]
-        if token == 0 and replayed > 0:
-            decay = self.load_decay(base, "old_decay", 0, lane16)
+        """Everything after the loads: log, operands, commit, new tokens."""
+        base, sLanding, bars = smem
+        rOldU, rOldK, rOldGate, rScalar, rBias = early
+        rK, rQ, rGate, rV, rBeta = new
+        mState, mLogK, mLogU, mLogGate = tensors
+        lane, warp = tidx % 32, tidx // 32
+        quad, l4 = lane // 4, lane % 4
+        row = head * HEAD_DIM + warp * 16 + 2 * quad
+        hk, hv = cute.size(mLogK, mode=[3]), cute.size(mLogGate, mode=[3])
+        if logged and quad < length:
+            channel = warp * 16 + OWN * l4
+            if logs_key:
+                at = log_at(log_out, quad, hk * HEAD_DIM, key_head * HEAD_DIM + channel)
+                store_words(rK, offset_ptr(mLogK.iterator, at, BFloat16, 8))
             if const_expr(self.kda):
-                rTotal = cute.make_rmem_tensor(cute.make_layout(NORM_VALUES), Float32)
-                for i in cutlass.range_constexpr(NORM_VALUES):
-                    rTotal[i] = rW[i] * decay[i]
-                place = self.at["total"] + lane16 * NORM_VALUES
-                store_vector(rTotal, smem_ptr(base, place, Float32, 16), NORM_VALUES)
-            else:
-                if lane16 == 0:
-                    (base + self.at["total"]).store(rW[0] * decay[0])
-        live, even = token < replayed, token % 2 == 0
-        rX = cute.make_rmem_tensor(cute.make_layout(NORM_VALUES), Float32)
-        for i in cutlass.range_constexpr(NORM_VALUES):
-            rX[i] = rK[i] * rW[i] if live else Float32(0.0)
-        # A warp has tokens 2m and 2m + 1: the even one's lanes take channels 0..3 of both, the odd one's 4..7.
-        for i in cutlass.range_constexpr(4):
-            mine = rX[i] if even else rX[i + 4]
-            theirs = cute.arch.shuffle_sync_bfly(rX[i + 4] if even else rX[i], offset=16)
-            hi, lo = split_bf16(mine if even else theirs, theirs if even else mine)
-            rPair = cute.make_rmem_tensor(cute.make_layout(2), Uint32)
-            rPair[0], rPair[1] = hi, lo
-            channel = i if even else Int32(i + 4)
-            column = (lane16 // 4 * 4 + channel // 2) * 8 + lane16 % 4 * 2 + channel % 2
-            store_vector(rPair, smem_ptr(base, self.at["pairs"] + (column * 4 + token // 2) * 2, Uint32, 8), 2)
+                at = log_at(log_out, quad, hv * HEAD_DIM, head * HEAD_DIM + channel)
+                store_words(rGate, offset_ptr(mLogGate.iterator, at, BFloat16, 8))
+        if tidx < MAX_TOKENS:
+            (base + (self.at["beta"] + tidx)).store(sigmoid(Float32(rBeta[0])) if tidx < length else Float32(0.0))
+        if const_expr(not self.kda):
+            if warp == 0:
+                decay = decay_factor(False, Float32(rGate[0]), rBias[0], rScalar[0], lower_bound)
+                if logged and tidx < length:
+                    self.log_decay(decay, mLogGate, tidx, head, log_out)
+                self.put_decays(decay if tidx < length else Float32(1.0), base, lane)
+            if warp == 1:
+                self.put_old_decays(rScalar[1] if lane < replayed else Float32(1.0), base, lane)
+        rDecay = None
+        if replayed > 0:
+            rOldDecay = None
+            if const_expr(self.kda):
+                rOldDecay = self.decays(rOldGate, rBias, rScalar[0], lower_bound, quad < replayed)
+            self.put_old(rOldK, rOldDecay, base, warp, lane)
+        if const_expr(self.kda):
+            rDecay = self.decays(rGate, rBias, rScalar[0], lower_bound, quad < length)
+        self.put_new(rK, rQ, rDecay, base, warp, lane)
+        self.put_norms(rK, rQ, rOldK, base, warp, lane)
+        cute.arch.sync_threads()
+
+        if reads:
+            cute.arch.mbarrier_wait(bars + warp, 0)
+        norm = self.norm(base, l2norm, scale, lane)
+        landed = sLanding.iterator + ((warp * 16 + 2 * quad) * HEAD_DIM + l4 * 8)
+        rDots = self.commit_and_dot(landed, rOldU, norm, base, replayed, quad, l4)
+        self.store_rows(mState, sLanding, write, writes, head, warp, lane)
+        if length > 0:
+            self.finish(rDots, rV, norm, base, output, mLogU, row, lane, logged, log_out, start, length)
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def land_rows(
+        self,
+        mState: cute.Tensor,
+        sLanding: cute.Tensor,
+        bars: cute.Pointer,
+        read: Int32,
+        reads: Boolean,
+        head: Int32,
+        warp: Int32,
+        lane: Int32,
+    ):
+        """A warp starts the copy of its 16 rows; the barrier behind the prologue shows the others nothing they need."""
+        size = 16 * HEAD_DIM
+        if lane == 0:
+            cute.arch.mbarrier_init(bars + warp, 1)
+            cute.arch.mbarrier_init_fence()
+            if reads:
+                atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), BFloat16, num_bits_per_copy=size * 16)
+                cute.arch.mbarrier_arrive_and_expect_tx(bars + warp, size * 2)
+                source = slot_ptr(mState, read, (head * HEAD_DIM + warp * 16) * HEAD_DIM)
+                cute.copy(
+                    atom,
+                    cute.make_tensor(source, cute.make_layout(size)),
+                    cute.make_tensor(sLanding.iterator + warp * size, cute.make_layout(size)),
+                    mbar_ptr=bars + warp,
+                )
+        if not reads:
+            for i in cutlass.range_constexpr(size // 256):
+                target = smem_ptr(sLanding.iterator, warp * size + (i * 32 + lane) * 8, BFloat16, 16)
+                store_vector(zero_vector(BFloat16, 8), target, 8)
+
+    @cute.jit
+    def store_rows(
+        self,
+        mState: cute.Tensor,
+        sLanding: cute.Tensor,
+        write: Int32,
+        writes: Boolean,
+        head: Int32,
+        warp: Int32,
+        lane: Int32,
+    ):
+        """A warp starts the copy of its 16 rows, as they stand in shared memory, to the write slot."""
+        size = 16 * HEAD_DIM
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        if (lane == 0) & writes:
+            atom = cute.make_copy_atom(cpasync.CopyBulkS2GOp(), BFloat16, num_bits_per_copy=size * 16)
+            target = slot_ptr(mState, write, (head * HEAD_DIM + warp * 16) * HEAD_DIM)
+            layout = cute.make_layout(size)
+            part = cute.make_tensor(sLanding.iterator + warp * size, layout)
+            cute.copy(atom, part, cute.make_tensor(target, layout))
+            cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def load_u(self, rU: cute.Tensor, mLogU: cute.Tensor, row: Int32, l4: Int32, log_in: Int64, replayed: Int32):
+        """u of logged tokens 2 l4, 2 l4 + 1 at rows `row`, `row` + 1: (row, token) in order."""
+        width = cute.size(mLogU, mode=[3]) * HEAD_DIM
+        for e in cutlass.range_constexpr(2):
+            if 2 * l4 + e < replayed:
+                source = offset_ptr(mLogU.iterator, log_at(log_in, 2 * l4 + e, width, row), Float32, 8)
+                rPair = load_vector(source, 2)
+                rU[2 * e], rU[2 * e + 1] = rPair[0], rPair[1]
 
     @cute.jit
     def commit_and_dot(
         self,
-        rWords: cute.Tensor,
-        rState: cute.Tensor,
+        landed: cute.Pointer,
         rU: cute.Tensor,
+        norm: Float32,
         base: cute.Pointer,
-        mState: cute.Tensor,
-        inner: Int32,
-        write: Int32,
-        writes: Boolean,
         replayed: Int32,
         quad: Int32,
         l4: Int32,
     ) -> cute.Tensor:
         """Commit, round and store the warp's 16 rows; returns their dots with D k (values 0..3) and D q (4..7)."""
-        hi0, lo0 = split_bf16(rU[0], rU[1])
-        hi1, lo1 = split_bf16(rU[2], rU[3])
-        rDots = cute.make_rmem_tensor(cute.make_layout(8), Float32)
-        for i in cutlass.range_constexpr(8):
-            rDots[i] = Float32(0.0)
+        factors = [cute.arch.shuffle_sync(norm, 2 * MAX_TOKENS + 2 * l4 + e) for e in range(2)]
+        scalar = Float32(1.0)  # GDN's product of all decays
+        if const_expr(not self.kda):
+            behind = load_vector(smem_ptr(base, self.at["behind"] + 2 * l4, Float32, 8), 2)
+            for e in cutlass.range_constexpr(2):
+                factors[e] = factors[e] * behind[e]
+            scalar = (base + self.at["total"]).load()
+        hi0, lo0 = split_bf16(rU[0] * factors[0], rU[2] * factors[1])
+        hi1, lo1 = split_bf16(rU[1] * factors[0], rU[3] * factors[1])
+        # Columns 0..7 and 8..15 of u against rows of W k: GDN hi and lo against k twice, KDA hi, then lo, against hi and lo.
+        a_old = [(hi0, hi1, lo0, lo1)]
+        if const_expr(self.kda):
+            a_old = [(hi0, hi1, hi0, hi1), (lo0, lo1, lo0, lo1)]
+        lane = quad * 4 + l4
+        part = lane // 8 % 2 if const_expr(self.kda) else Int32(0)
+        line = self.at["old"] + (part * MAX_TOKENS + lane % 8) * OLD_STRIDE + lane // 16 * 4
+        line = Int32(smem_ptr(base, line, Uint32, 16).toint())
+        rDots = zero_vector(Float32, 8)
+        rState = cute.make_rmem_tensor(
+            cute.make_layout((4, 2)), Uint32
+        )  # 8 values of K, as words, of the lane's two rows
         for j in cutlass.range_constexpr(CHUNKS):
+            for r in cutlass.range_constexpr(2):
+                source = word_ptr(landed + (r * HEAD_DIM + j * CHUNK), 16)
+                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), rState[None, r])
             if replayed > 0:
+                total = [scalar] * 8
                 if const_expr(self.kda):
                     total = load_vector(smem_ptr(base, self.at["total"] + j * CHUNK + l4 * 8, Float32, 16), 8)
-                else:
-                    total = [(base + self.at["total"]).load()] * 8
+                b_old = [*ldmatrix4(line + 64 * j, transpose=True), *ldmatrix4(line + 64 * j + 32, transpose=True)]
                 for p in cutlass.range_constexpr(4):
-                    c0, c1 = unpack_bf16(rWords[p, j, 0])
-                    c2, c3 = unpack_bf16(rWords[p, j, 1])
+                    c0, c1 = unpack_bf16(rState[p, 0])
+                    c2, c3 = unpack_bf16(rState[p, 1])
                     acc = (c0 * total[2 * p], c1 * total[2 * p + 1], c2 * total[2 * p], c3 * total[2 * p + 1])
-                    place = self.at["pairs"] + (((4 * j + p) * 8 + quad) * 4 + l4) * 2
-                    pair = load_vector(smem_ptr(base, place, Uint32, 8), 2)
-                    acc = mma_16816((hi0, hi1, lo0, lo1), (pair[0], pair[0]), acc, "bf16")
-                    acc = mma_16816((hi0, hi1, lo0, lo1), (pair[1], pair[1]), acc, "bf16")
-                    rWords[p, j, 0] = pack_bf16(acc[0], acc[1])
-                    rWords[p, j, 1] = pack_bf16(acc[2], acc[3])
-            if writes:
-                for row in cutlass.range_constexpr(2):
-                    target = slot_ptr(mState, write, inner) + (row * 8 * HEAD_DIM + j * CHUNK)
-                    cute.autovec_copy(rState[None, j, row], cute.make_tensor(target, cute.make_layout(8)))
+                    for part in cutlass.range_constexpr(self.parts):
+                        acc = mma_16816(a_old[part], (b_old[2 * p], b_old[2 * p + 1]), acc, "bf16")
+                    rState[p, 0] = pack_bf16(acc[0], acc[1])
+                    rState[p, 1] = pack_bf16(acc[2], acc[3])
+                for r in cutlass.range_constexpr(2):
+                    target = word_ptr(landed + (r * HEAD_DIM + j * CHUNK), 16)
+                    cute.autovec_copy(rState[None, r], cute.make_tensor(target, cute.make_layout(4)))
             for which in cutlass.range_constexpr(2):
                 acc = (rDots[4 * which], rDots[4 * which + 1], rDots[4 * which + 2], rDots[4 * which + 3])
-                for part in cutlass.range_constexpr(2):
-                    row = (2 * which + part) * MAX_TOKENS + quad
-                    place = self.at["operands"] + (row * OPERAND_STRIDE + j * CHUNK + l4 * 8) // 2
+                for part in cutlass.range_constexpr(self.parts):
+                    at = (which * self.parts + part) * MAX_TOKENS + quad
+                    place = self.at["operands"] + (at * OPERAND_STRIDE + j * CHUNK + l4 * 8) // 2
                     b = load_vector(smem_ptr(base, place, Uint32, 16), 4)
                     for half in cutlass.range_constexpr(2):
                         p = 2 * half
-                        a = (rWords[p, j, 0], rWords[p, j, 1], rWords[p + 1, j, 0], rWords[p + 1, j, 1])
+                        a = (rState[p, 0], rState[p, 1], rState[p + 1, 0], rState[p + 1, 1])
                         acc = mma_16816(a, (b[p], b[p + 1]), acc, "bf16")
                 for i in cutlass.range_constexpr(4):
                     rDots[4 * which + i] = acc[i]
         return rDots
 
     @cute.jit
-    def solve(
+    def finish(
         self,
         rDots: cute.Tensor,
+        rV: cute.Tensor,
+        norm: Float32,
         base: cute.Pointer,
-        mOut: cute.Tensor,
+        output,
         mLogU: cute.Tensor,
-        warp: Int32,
+        row: Int32,
         lane: Int32,
-        head: Int32,
         logged: Boolean,
         log_out: Int64,
         start: Int32,
         length: Int32,
     ):
-        """u and o of the warp's 16 rows. A lane has one row; the two halves of the warp store tokens 0..3 and 4..7."""
-        dots = self.at["dots"] + warp * 16 * DOTS_STRIDE
-        for which in cutlass.range_constexpr(2):
-            for row in cutlass.range_constexpr(2):
-                rPair = cute.make_rmem_tensor(cute.make_layout(2), Float32)
-                rPair[0], rPair[1] = rDots[4 * which + 2 * row], rDots[4 * which + 2 * row + 1]
-                place = dots + (lane // 4 + 8 * row) * DOTS_STRIDE + which * 8 + lane % 4 * 2
-                store_vector(rPair, smem_ptr(base, place, Float32, 8), 2)
-        cute.arch.sync_warp()
-        row, late = lane % 16, lane // 16
-        place = warp * 16 + row
-        rP = load_vector(smem_ptr(base, dots + row * DOTS_STRIDE, Float32, 16), 8)
-        rR = load_vector(smem_ptr(base, dots + row * DOTS_STRIDE + 8 + late * 4, Float32, 16), 4)
-        rBeta = load_vector(smem_ptr(base, self.at["beta"], Float32, 16), 8)
-        values = smem_ptr(base, self.at["values"], BFloat16, 16) + place
-        rU = cute.make_rmem_tensor(cute.make_layout(MAX_TOKENS), Float32)
-        for t in cutlass.range_constexpr(MAX_TOKENS):
-            u = rBeta[t] * (Float32((values + t * HEAD_DIM).load()) - rP[t])
-            if const_expr(t > 0):
-                coefficients = load_vector(
-                    smem_ptr(base, self.at["coefficients"] + t * MAX_TOKENS, Float32, 16), 4 if t <= 4 else 8
-                )
-                for j in cutlass.range_constexpr(t):
-                    u -= coefficients[j] * rU[j]
-            # Tokens the row does not have: whatever their operands hold must not reach the sums below.
-            rU[t] = u if t < length else Float32(0.0)
-        hv = cute.size(mLogU, mode=[3])
-        column = head * HEAD_DIM + place
-        for i in cutlass.range_constexpr(4):
-            t = late * 4 + i
-            first = self.at["coefficients"] + MAX_TOKENS * MAX_TOKENS + t * MAX_TOKENS
-            coefficients = load_vector(smem_ptr(base, first, Float32, 16), 8)
-            o = rR[i]
-            for j in cutlass.range_constexpr(MAX_TOKENS):
-                o += coefficients[j] * rU[j]
+        """u and o of the warp's 16 rows; a lane has rows `row`, `row` + 1 of tokens 2 l4, 2 l4 + 1."""
+        token, l4 = lane // 4, lane % 4
+        rPairs = self.pairs(base, norm, lane)
+        x0, x1 = unit_lower_inverse(rPairs[0], rPairs[1], lane)
+        rFactors = zero_vector(Float32, 6)  # beta, those of k and of q, of tokens 2 l4 and 2 l4 + 1
+        for e in cutlass.range_constexpr(2):
+            t = 2 * l4 + e
+            rFactors[e] = (base + (self.at["beta"] + t)).load()
+            rFactors[2 + e] = cute.arch.shuffle_sync(norm, t)
+            rFactors[4 + e] = cute.arch.shuffle_sync(norm, MAX_TOKENS + t)
+        if const_expr(not self.kda):
+            upto = load_vector(smem_ptr(base, self.at["upto"] + 2 * l4, Float32, 8), 2)
+            for e in cutlass.range_constexpr(2):
+                rFactors[2 + e], rFactors[4 + e] = rFactors[2 + e] * upto[e], rFactors[4 + e] * upto[e]
+        rY, rR = zero_vector(Float32, 4), zero_vector(Float32, 4)  # (token, row)
+        for e in cutlass.range_constexpr(2):
+            values = unpack_bf16(rV[e])
+            for r in cutlass.range_constexpr(2):
+                i = 2 * r + e
+                rY[i] = rFactors[e] * (values[r] - rFactors[2 + e] * rDots[i])
+                rR[i] = rFactors[4 + e] * rDots[4 + i]
+        zero = (Float32(0.0), Float32(0.0), Float32(0.0), Float32(0.0))
+        u = times(rY, split_bf16(x0, x1), zero)
+        o = times(u, split_bf16(rPairs[2], rPairs[3]), (rR[0], rR[1], rR[2], rR[3]))
+        width = cute.size(mLogU, mode=[3]) * HEAD_DIM
+        if logged:
+            for e in cutlass.range_constexpr(2):
+                t = 2 * l4 + e
+                if t < length:
+                    rPair = zero_vector(Float32, 2)
+                    rPair[0], rPair[1] = u[e], u[2 + e]
+                    store_vector(rPair, offset_ptr(mLogU.iterator, log_at(log_out, t, width, row), Float32, 8), 2)
+        self.put_outputs(o, base, output, row, lane, start, length)
+
+    @cute.jit
+    def put_outputs(self, o, base: cute.Pointer, output, row: Int32, lane: Int32, start: Int32, length: Int32):
+        """A lane's outputs, (token, row) in order, rounded into their rows of the result."""
+        for e in cutlass.range_constexpr(2):
+            t = 2 * (lane % 4) + e
             if t < length:
-                row_ptr(mOut, start + t, column, 2).store(BFloat16(o))
-                if logged:
-                    u = rU[i] if late == 0 else rU[i + 4]
-                    offset_ptr(mLogU.iterator, (log_out + t) * (hv * HEAD_DIM) + column, Float32, 4).store(u)
+                word_ptr(row_ptr(output[0], start + t, row, 4)).store(pack_bf16(o[e], o[2 + e]))
 
 
 def build(key: VerifyKey):
