@@ -57,6 +57,7 @@ from ..device.prefill_gdn_rows import (
     VECTOR_BYTES,
     X_FACTOR,
     load_scalars,
+    prefetch_scalars,
     run_gates,
     run_keys,
     run_queries,
@@ -400,8 +401,7 @@ class GdnPrefill:
                     entry = mKeptCu[sequence]
                     entry_end = mKeptCu[sequence + 1]
             end, kept, entry = next_chunk(position, stop, entry, entry_end, mKeptEnds, mKeptSlots, num_slots)
-            raw, logit = [Float32(0.0), Float32(0.0)], [Float32(0.0), Float32(0.0)]
-            bias, rate = Float32(0.0), Float32(0.0)
+            raw, logit, bias, rate = [Float32(0.0)] * 2, [Float32(0.0)] * 2, Float32(0.0), Float32(0.0)
             if cutlass.const_expr(self.slabs == 2):
                 bias = mDtBias[head]
                 rate = -cute.math.exp(mALog[head], fastmath=True)
@@ -418,6 +418,8 @@ class GdnPrefill:
                 if cutlass.const_expr(self.slabs == 2):
                     next_raw = load_scalars(mA, start + end, next_end - end, head, lane)
                     next_logit = load_scalars(mB, start + end, next_end - end, head, lane)
+                    # A load from L2 is done before the gates' arithmetic, one from memory is not.
+                    prefetch_scalars((mA, mB), start + next_end, stop - next_end, head, lane)
                 shared.inputs.wait_empty(stage, parity)
                 with cute.arch.elect_one():
                     write_record(shared.records, stage, [token, count, flags, head, read, write, kept, sequence])
@@ -443,13 +445,10 @@ class GdnPrefill:
             item = item + step if (group < before) | (row >= 0) else items
         if token_v >= 0:
             self.load_values(tma_v, gV, sV, token_v, column_v, stage_v, parity_v, shared.v)
-        none = Int32(-1)
         for _ in cutlass.range_constexpr(3 - self.slabs):  # every pairs warpgroup finds one
             shared.inputs.wait_empty(stage, parity)
             with cute.arch.elect_one():
-                write_record(
-                    shared.records, stage, [Int32(0), Int32(0), Int32(int(Flag.STOP)), *(none for _ in range(5))]
-                )
+                write_record(shared.records, stage, [Int32(0), Int32(0), Int32(int(Flag.STOP)), *[Int32(-1)] * 5])
             shared.begun.publish(stage)
             for _ in cutlass.range_constexpr(2):
                 shared.inputs.publish(stage)
