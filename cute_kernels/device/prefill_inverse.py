@@ -7,7 +7,7 @@ block column w, transposed, so that each result is in registers what the next pr
 
 with fp16 operands and fp32 sums. Neumann series are not used: powers of L reach 1e16 on trained-like keys.
 
-Rows of a diagonal block are rounded so that their sums stay right: what rounding an entry leaves goes to the next one. With
+With `keep_sums` rows of a diagonal block are rounded so that their sums stay right: what is lost goes to the next entry. With
 equal keys and no decay every row of X^T has the same part S k, which a row of T' multiplies by its sum, nearly zero; an
 error of that sum, the same in each row, would add up over the chunk.
 """
@@ -32,7 +32,7 @@ def block_address(lower, block_row, block_column, lane):
     return lower + (block_row * 16 + row) * LOWER_PITCH + block_column * 32 + ((lane >> 3) & 1) * 16
 
 
-def solve_diagonal(diagonal, lower, tile, beta, warp, lane):
+def solve_diagonal(diagonal, lower, tile, beta, warp, lane, keep_sums=True):
     """Invert the warp's diagonal block; write it to `lower` (fp16) and, times beta, to the T' tile. Left-operand words of Y_ww.
 
     `diagonal` is the address of the warp's L_ww, fp32, row-major 16 x 16, strictly lower part used, written by this warp before.
@@ -53,7 +53,8 @@ def solve_diagonal(diagonal, lower, tile, beta, warp, lane):
         betas = load_shared(beta + warp * 64 + piece * 16, 4)
         x[4 * piece : 4 * piece + 4] = [x[4 * piece + e] * pick(scaled, betas[e], Float32(1.0)) for e in range(4)]
     remainder = Float32(0.0)
-    for half in (1, 0):  # two chains that run side by side; what the first leaves goes to the last entry
+    chains = (1, 0) if keep_sums else ()  # they run side by side; what the first leaves goes to the last entry
+    for half in chains:
         left = Float32(0.0)
         for j in range(8 * half + 7, 8 * half - 1, -1):
             wanted = x[j] + (left + remainder if j == 0 else left)

@@ -196,7 +196,7 @@ def run_pairs(shared, tidx, index, warp, lane, l2norm, sK, sQ, pair_mma, transit
             pair_mma.set(warpgroup.Field.ACCUMULATE, k != 0)
             cute.gemm(pair_mma, qk, left_q[None, None, k, stage], right_k[None, None, k, stage], qk)
         warpgroup.commit_group()
-        first = solve_diagonal(scratch, lower, t_tile, vector + BETA, warp, lane)
+        first = solve_diagonal(scratch, lower, t_tile, vector + BETA, warp, lane, keep_sums=False)
         warpgroup.wait_group(0)
         cute.arch.barrier(barrier_id=barrier + 1, number_of_threads=128)
         merge_blocks(first, lower, t_tile, vector + BETA, warp, lane)
