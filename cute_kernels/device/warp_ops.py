@@ -102,6 +102,15 @@ def pack_f16(low, high):
     )
 
 
+def round_f16(x):
+    """An fp32 rounded to fp16 and back, saturating at 65504."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b16 h; cvt.rn.satfinite.f16.f32 h, {$r0}; cvt.f32.f16 {$w0}, h; }",
+        write_only_types=[Float32],
+        read_only_args=[x],
+    )
+
+
 def pack_bf16(low, high):
     """Two fp32 rounded to bf16 in one word."""
     return cute.arch.inline_ptx(
