@@ -11,7 +11,7 @@ import torch
 
 from . import reference
 from .draft_log import DraftLog
-from .layer_launch import check_arguments, compose_verify, launch_decode, verify_arguments
+from .layer_launch import check_arguments, launch_decode, launch_verify, verify_arguments
 from .opaque import operator
 from .reference.layer import GateActivation
 from .validation import Backend, uses_kernels
@@ -46,10 +46,10 @@ def gdn_layer_decode(
 ) -> torch.Tensor:
     """One GDN layer step from the packed projection row; x, a, b and z may be views of one row.
 
-    Without `cu_seqlens`, `draft_log` and `num_accepted` it is one token for each of N sequences, in one launch: states and
-    windows equal those of `causal_conv1d_decode` and `gdn_decode` bit for bit, and o enters the norm unrounded. With all
-    three it is a verify step as `gdn_verify` describes. That form runs `causal_conv1d_verify`, `gdn_verify` and the norm
-    as torch operations: it can be captured, but it is several launches, and o is rounded to bf16 before the norm.
+    One launch. Without `cu_seqlens`, `draft_log` and `num_accepted` it is one token for each of N sequences: states and windows
+    equal those of `causal_conv1d_decode` and `gdn_decode` bit for bit. With all three it is a verify step: states, windows and
+    logs equal those of `causal_conv1d_verify` and `gdn_verify`, whose rules for ids, counts and lengths hold. In both, o enters
+    the norm unrounded.
 
     Args:
         x: `[N, C]` raw conv inputs q | k | v, `C = 2 HK K + HV V`; row stride a multiple of 8 elements.
@@ -68,8 +68,8 @@ def gdn_layer_decode(
         eps: of the norm. scale: of the recurrence output, default `K ** -0.5`.
         cu_seqlens: `[N + 1]` int32 bounds of each sequence's new tokens; x, a, b, z then have T packed rows.
         draft_log: a log with conv inputs. num_accepted: `[N]` int32.
-        settled: the kernel launched directly before this one on the stream wrote neither ids, positions nor these slots. A
-            single-token step then loads them while that kernel drains (programmatic dependent launch).
+        settled: the kernel launched directly before this one on the stream wrote neither ids, positions, counts, halves nor
+            these slots and log rows, so that they are loaded while that kernel drains (programmatic dependent launch).
         out: `[N, HV * V]`, allocated unless given.
         backend: "auto" (kernels on sm_90, references elsewhere), "kernels" or "reference".
 
@@ -88,13 +88,13 @@ def gdn_layer_decode(
             "gdn_layer_decode", arguments, conv_bias, gate_activation, eps, scale, out, False, None, settled
         )
     verify = verify_arguments(cu_seqlens, draft_log, num_accepted)
-    check_arguments(
-        "gdn_layer_decode", arguments, conv_bias, gate_activation, None, verify, out, kda=False, kernels=kernels
-    )
     if kernels and verify is not None:
-        return compose_verify(
-            arguments, conv_bias, gate_activation, eps, scale, verify, out, kda=False, lower_bound=None
+        return launch_verify(
+            "gdn_layer_decode", arguments, conv_bias, gate_activation, eps, scale, verify, out, False, None, settled
         )
+    check_arguments(
+        "gdn_layer_decode", arguments, conv_bias, gate_activation, None, verify, out, kda=False, kernels=False
+    )
     return reference.gdn_layer_decode(
         *arguments,
         conv_bias=conv_bias,
@@ -158,13 +158,23 @@ def kda_layer_decode(
             "kda_layer_decode", arguments, conv_bias, gate_activation, eps, scale, out, True, lower_bound, settled
         )
     verify = verify_arguments(cu_seqlens, draft_log, num_accepted)
-    check_arguments(
-        "kda_layer_decode", arguments, conv_bias, gate_activation, lower_bound, verify, out, kda=True, kernels=kernels
-    )
     if kernels and verify is not None:
-        return compose_verify(
-            arguments, conv_bias, gate_activation, eps, scale, verify, out, kda=True, lower_bound=lower_bound
+        return launch_verify(
+            "kda_layer_decode",
+            arguments,
+            conv_bias,
+            gate_activation,
+            eps,
+            scale,
+            verify,
+            out,
+            True,
+            lower_bound,
+            settled,
         )
+    check_arguments(
+        "kda_layer_decode", arguments, conv_bias, gate_activation, lower_bound, verify, out, kda=True, kernels=False
+    )
     return reference.kda_layer_decode(
         *arguments,
         lower_bound=lower_bound,

@@ -1,4 +1,4 @@
-"""The fused layer step's argument checks, the launch of its T = 1 kernel, and its verify form composed of single operators."""
+"""The fused layer step's argument checks and the launches of its kernels, one token or a verify step."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ from .compile.cache import CompiledKernel, jit_cache
 from .configs import layer as configs
 from .configs import tables
 from .configs.recurrent import StateDtype
-from .conv1d import causal_conv1d_verify
 from .delta_rule import check_log, kind_of
 from .draft_log import DraftLog
 from .errors import InvalidArgumentError, UnsupportedConfigError
-from .gdn import gdn_verify
-from .kda import kda_verify
-from .reference.layer import GateActivation, gated_rms_norm, split_heads
+from .reference.layer import GateActivation
 from .validation import (
     FLOAT_DTYPES,
     HEAD_DIM,
@@ -32,6 +29,7 @@ from .validation import (
 )
 
 layer_decode = jit_cache("layer_decode")
+layer_verify = {file: jit_cache(file) for file in ("layer_verify", "wy_layer_verify")}
 
 STATE_NAMES: dict[torch.dtype, StateDtype] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
@@ -250,7 +248,11 @@ def decode_function(
     return layer_decode(configs.choose(kind_of(kda, lower_bound), *names, rows * hv)), flags
 
 
-def compose_verify(
+_checked: set[tuple[object, ...]] = set()  # signatures of verify steps
+
+
+def launch_verify(
+    operator: str,
     arguments: Arguments,
     conv_bias: torch.Tensor | None,
     gate_activation: GateActivation,
@@ -258,24 +260,94 @@ def compose_verify(
     scale: float | None,
     verify: Verify,
     out: torch.Tensor | None,
-    *,
     kda: bool,
     lower_bound: float | None,
+    settled: bool,
 ) -> torch.Tensor:
-    """Verify of a layer as conv verify, recurrent verify and the norm in torch: two kernels and a few element-wise ones."""
+    """Check and run a verify step on the current stream.
+
+    Shapes that passed the full check once are recognised by a signature; what it leaves out the loaded function checks by itself.
+    """
     x, gate, b, z, conv_weight, conv_state, A_log, dt_bias, norm_weight, state, read_ids, write_ids, positions = (
         arguments
     )
-    mixed = causal_conv1d_verify(
-        x, conv_weight, conv_state, read_ids, write_ids, positions, *verify, bias=conv_bias, backend="kernels"
+    cu_seqlens, log, num_accepted = verify
+    signature = (
+        x.shape,
+        x.stride(),
+        gate.stride(),
+        z.shape,
+        z.stride(),
+        state.shape,
+        state.stride(),
+        conv_state.stride(),
+        norm_weight.shape,
+        dt_bias.shape,
+        None if conv_bias is None else conv_bias.shape,
+        gate_activation,
+        lower_bound,
+        log.k.shape,
+        None if log.x is None else log.x.shape,
+        None if log.rows is None else log.rows.shape,
+        read_ids.shape,
+        cu_seqlens.shape,
     )
-    _, heads, value_size, key_size = state.shape
-    q, k, v = split_heads(mixed, heads, value_size, key_size)
-    step = (q, k, v, gate, b, A_log, dt_bias, state, read_ids, write_ids, *verify)
+    address = x.data_ptr() | z.data_ptr() | state.data_ptr() | conv_state.data_ptr() | conv_weight.data_ptr()
     if kda:
-        o = kda_verify(*step, lower_bound=lower_bound, scale=scale, backend="kernels")
-    else:
-        o = gdn_verify(*step, scale=scale, backend="kernels")
-    gates = z.unflatten(-1, (heads, value_size)).float()
-    y = gated_rms_norm(o.float(), gates, norm_weight.float(), gate_activation, eps).flatten(-2)
-    return y.to(z.dtype) if out is None else out.copy_(y)
+        address |= gate.data_ptr()
+    if out is not None:
+        address |= out.data_ptr()
+    if signature not in _checked or address % 16:
+        check_arguments(
+            operator, arguments, conv_bias, gate_activation, lower_bound, verify, out, kda=kda, kernels=True
+        )
+        _checked.add(signature)
+    if out is None:
+        out = torch.empty(z.shape, dtype=z.dtype, device=z.device)
+    if read_ids.shape[0] == 0:
+        return out.zero_()
+    flags = configs.SETTLED if settled else 0
+    flags |= configs.SILU_GATE if gate_activation == "silu" else 0
+    flags |= configs.CONV_BIAS if conv_bias is not None else 0
+    flags |= configs.MAPPED if log.rows is not None else 0
+    if norm_weight.dtype == torch.bfloat16:
+        flags |= configs.NORM_BF16
+        norm_weight = norm_weight.view(torch.float32)  # words of two; the kernel reads them by the flag
+    weight = STATE_NAMES.get(conv_weight.dtype, "float32")
+    key = configs.choose_verify_layer(kind_of(kda, lower_bound), STATE_NAMES.get(state.dtype, "float32"), weight)
+    try:
+        layer_verify[configs.verify_file(key)](key)(
+            x,
+            gate,
+            b,
+            z,
+            conv_weight,
+            conv_weight if conv_bias is None else conv_bias.unsqueeze(1),
+            conv_state,
+            A_log,
+            dt_bias if dt_bias.dim() == 1 else dt_bias.view(-1),
+            norm_weight,
+            state,
+            read_ids,
+            write_ids,
+            positions,
+            cu_seqlens,
+            log.k,
+            log.u,
+            log.g,
+            log.x,
+            log.half,
+            log.half if log.rows is None else log.rows,
+            num_accepted,
+            out,
+            flags,
+            state.shape[3] ** -0.5 if scale is None else scale,
+            0.0 if lower_bound is None else lower_bound,
+            eps,
+        )
+    except (TypeError, ValueError):
+        check_arguments(
+            operator, arguments, conv_bias, gate_activation, lower_bound, verify, out, kda=kda, kernels=True
+        )
+        raise
+    return out

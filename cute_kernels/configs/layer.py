@@ -1,17 +1,19 @@
-"""Fused T = 1 layer step: what its specialisations are, which are legal, and which one a shape gets.
+"""Fused layer steps, one token and verify: what their specialisations are, which are legal, and which one a shape gets.
 
-One thread block owns a whole (sequence, value head), so that the norm over V needs no second block. It works through its 128
-rows of V in passes of `warps * 4 * rows`, each of which lands in shared memory by one bulk copy.
+One thread block owns a whole (sequence, value head), so that the norm over V needs no second block. A single-token block works
+through its 128 rows of V in passes of `warps * 4 * rows`, each of which lands in shared memory by one bulk copy.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from ..compile.manifest import Entry, ResourceBudget
 from . import tables
 from .recurrent import KINDS, SHORT, STATE_DTYPES, Kind, StateDtype
+from .verify import VerifyKey
 
 WeightDtype = Literal["float32", "bfloat16"]
 WEIGHT_DTYPES: tuple[WeightDtype, ...] = ("float32", "bfloat16")
@@ -22,6 +24,7 @@ SETTLED = 1  # the kernel before this one wrote neither ids, positions, slots no
 SILU_GATE = 2  # the output gate is z sigmoid(z), else sigmoid(z)
 CONV_BIAS = 4  # the conv has a bias
 NORM_BF16 = 8  # the norm's weight is bf16, else fp32
+MAPPED = 16  # verify: the draft log names the log row of each batch row
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,50 @@ class LayerDecodeKey:
         return None
 
 
+@dataclass(frozen=True)
+class LayerVerifyKey:
+    """Everything that changes the code of `kernels/layer_verify.py` and `kernels/wy_layer_verify.py`.
+
+    weight: dtype of the conv's taps and bias. blocks: thread blocks an SM must hold at once, which caps registers.
+    """
+
+    kind: Kind
+    state: StateDtype
+    weight: WeightDtype
+    blocks: int
+
+    def symbol(self) -> str:
+        """C identifier of the specialisation."""
+        form = "" if self.state == "float32" else "wy_"
+        return f"{form}layer_verify_{self.kind}_{SHORT[self.state]}_w{SHORT[self.weight]}_b{self.blocks}"
+
+    @property
+    def verify(self) -> VerifyKey:
+        """The recurrence inside: a whole head a block, on tensor cores for a bf16 pool as the bare verify is."""
+        return VerifyKey(self.kind, self.state, 4, 8, blocks=self.blocks, wy=self.state == "bfloat16", pdl=True)
+
+    def shared_bytes(self) -> int:
+        """Shared memory of a block: that of the recurrence, and for the norm its gates and outputs, or sums of squares."""
+        return self.verify.shared_bytes() + (2 * 8 * 128 * 4 if self.state == "float32" else 8 * 8 * 4)
+
+    def rejection(self) -> str | None:
+        """Why this key has no kernel, or None."""
+        if self.blocks * (self.shared_bytes() + 1024) > 233_472:
+            return f"blocks={self.blocks}: {self.shared_bytes()} B of shared memory each do not fit an SM"
+        return self.verify.rejection()
+
+
+@functools.lru_cache(maxsize=64)
+def choose_verify_layer(kind: Kind, state: StateDtype, weight: WeightDtype) -> LayerVerifyKey:
+    """The verify specialisation of every shape."""
+    return LayerVerifyKey(kind, state, weight, 2 if state == "float32" else 3)
+
+
+def verify_file(key: LayerVerifyKey) -> str:
+    """Name of the kernel file a verify key belongs to."""
+    return "layer_verify" if key.state == "float32" else "wy_layer_verify"
+
+
 @tables.memoised
 def choose(kind: Kind, state: StateDtype, weight: WeightDtype, heads: int = 0) -> LayerDecodeKey:
     """The specialisation for `heads` = sequences x value heads (0: unknown): a table's where it has one, else the heuristic's."""
@@ -91,5 +138,12 @@ def shipped() -> list[Entry]:
                 shape = {"kind": kind, "state": state, "weight": weight}
                 keys |= {heuristic(kind, state, weight)}
                 keys |= tables.shipped_keys("layer_decode", shape, heuristic(kind, state, weight))
+    verify = [
+        choose_verify_layer(kind, state, weight) for kind in KINDS for state in STATE_DTYPES for weight in WEIGHT_DTYPES
+    ]
     budget = ResourceBudget(max_registers=128, max_shared_bytes=76 * 1024)
-    return [Entry("layer_decode", key, budget) for key in sorted(keys, key=repr)]
+    verify_budget = ResourceBudget(max_registers=128, max_shared_bytes=112 * 1024)
+    return [
+        *(Entry("layer_decode", key, budget) for key in sorted(keys, key=repr)),
+        *(Entry(verify_file(key), key, verify_budget) for key in verify),
+    ]

@@ -108,9 +108,27 @@ class TokenBlock:
             cute.autovec_copy(cute.make_tensor(row_ptr(mQ, row, inner, 16), vector), rQ)
             source = row_ptr(mV, row, head * HEAD_DIM + column + lane16 * self.width, 2 * self.width)
             cute.autovec_copy(cute.make_tensor(source, cute.make_layout(self.width)), rV)
-            if const_expr(self.kda):
+        self.load_gates(rGate, rBeta, mGate, mBeta, thread, start, count, head)
+
+    @cute.jit
+    def load_gates(
+        self,
+        rGate: cute.Tensor,
+        rBeta: cute.Tensor,
+        mGate: cute.Tensor,
+        mBeta: cute.Tensor,
+        thread: Int32,
+        start: Int32,
+        count: Int32,
+        head: Int32,
+    ):
+        """Issue the loads of the tokens' gates and beta, the part of `load` that no conv precedes."""
+        if const_expr(self.kda):
+            token, lane16 = thread // NORM_LANES, thread % NORM_LANES
+            if token < count:
                 inner = head * HEAD_DIM + lane16 * NORM_VALUES
-                cute.autovec_copy(cute.make_tensor(row_ptr(mGate, row, inner, 16), vector), rGate)
+                source = row_ptr(mGate, start + token, inner, 16)
+                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(NORM_VALUES)), rGate)
         if thread < count:
             one = cute.make_layout(1)
             cute.autovec_copy(cute.make_tensor(row_ptr(mBeta, start + thread, head, 2), one), rBeta)
@@ -129,7 +147,10 @@ class TokenBlock:
         thread: Int32,
         count: Int32,
     ):
-        """Norms, k.q and gates of a loaded block into shared memory at `base`. All lanes of the 4 warps take part."""
+        """Norms, k.q and gates of a loaded block into shared memory at `base`. All lanes of the 4 warps take part.
+
+        `raw_v` may be None where other threads store v by `put_values`.
+        """
         raw_k, raw_q, raw_v, raw_gate, raw_beta = raw
         token, lane16 = thread // NORM_LANES, thread % NORM_LANES
         rK = normalize(raw_k, scale, l2norm, False)
@@ -140,8 +161,8 @@ class TokenBlock:
         put_channels(rQ, base, at + self.at_q, lane16, self.dtype)
         if lane16 == 0:
             (base + (at + self.at_scalars + 1)).store(kq)
-        place = smem_ptr(base, at + self.at_v, BFloat16, 16) + lane16 * self.width
-        store_vector(raw_v, smem_ptr(place, 0, BFloat16, 2 * self.width), self.width)
+        if const_expr(raw_v is not None):
+            self.put_values(raw_v, base, thread)
         if const_expr(self.kda):
             if token < count:
                 put_decays(
@@ -154,6 +175,12 @@ class TokenBlock:
                 (scalars + 2).store(
                     decay_factor(self.bounded, Float32(raw_gate[0]), parameters[0], parameters[1], lower_bound)
                 )
+
+    def put_values(self, raw_v, base, thread):
+        """v of a thread's token into shared memory."""
+        at = thread // NORM_LANES * self.record + self.at_v
+        place = smem_ptr(base, at, BFloat16, 16) + thread % NORM_LANES * self.width
+        store_vector(raw_v, smem_ptr(place, 0, BFloat16, 2 * self.width), self.width)
 
     def take(self, base, t, l8, own):
         """Arguments of `token_step` for token `t`: k, q, decay, beta, v of the block's row `own`, k.q."""

@@ -28,8 +28,9 @@ from ..compile.cache import cute_compile
 from ..compile.fake import fake_ids, fake_matrix, fake_stream, fake_vector
 from ..configs.layer import CONV_BIAS, CONV_WIDTH, NORM_BF16, SETTLED, SILU_GATE, LayerDecodeKey
 from ..device.arith import fma_rn, sigmoid
-from ..device.conv import DTYPES, SILU_EXPONENT, convolve, copy_into, fake_tokens, window_ptr
-from ..device.memory import load_vector, narrow, offset_ptr, smem_ptr, store_vector, widen, zero_vector
+from ..device.conv import DTYPES, copy_into, fake_tokens, window_ptr
+from ..device.layer_parts import convolved, gated, output_gate
+from ..device.memory import load_vector, offset_ptr, smem_ptr, store_vector, widen, zero_vector
 from ..device.reduce import owned_row, sum_over
 from ..device.state_io import row_ptr, slot_is_valid, slot_ptr
 from ..device.token_step import (
@@ -223,7 +224,7 @@ class LayerDecode:
             rX = load_vector(row_ptr(mX, seq, channel, 16), NORM_VALUES)
             if stores:
                 self.store_window(mConvState, history, rX, channel, read, write, position)
-            rY = self.convolved(mConvBias, history, rTaps, rX, channel, flags)
+            rY = convolved(mConvBias, [*history, rX], rTaps, channel, flags & CONV_BIAS, NORM_VALUES)
             self.put_vectors(rY, sKQ, sV, sScalar, scale, tidx)
         if warp == NORM_WARP:
             self.put_output_gate(mZ, mNormWeight, sGate, flags, lane, head, seq)
@@ -304,27 +305,6 @@ class LayerDecode:
                 store_vector(history[j], target, NORM_VALUES)
 
     @cute.jit
-    def convolved(
-        self,
-        mConvBias: cute.Tensor,
-        history,
-        rTaps: cute.Tensor,
-        rX: cute.Tensor,
-        channel: Int32,
-        flags: Int32,
-    ) -> cute.Tensor:
-        """silu(conv) of 8 channels, rounded to bf16. Without a bias the sum starts at -0, which changes no bit of it."""
-        rBias = cute.make_rmem_tensor(cute.make_layout(NORM_VALUES), Float32)
-        for i in cutlass.range_constexpr(NORM_VALUES):
-            rBias[i] = Float32(-0.0)
-        if (flags & CONV_BIAS) != 0:
-            raw = load_vector(offset_ptr(mConvBias.iterator, channel, self.weight_dtype, 16), NORM_VALUES)
-            rBias.store(widen(raw, NORM_VALUES).load())
-        rows = [widen(rH, NORM_VALUES) for rH in history] + [widen(rX, NORM_VALUES)]
-        taps = widen(rTaps, NORM_VALUES * CONV_WIDTH)
-        return narrow(convolve(rows, taps, rBias, NORM_VALUES, CONV_WIDTH, SILU_EXPONENT), NORM_VALUES, BFloat16)
-
-    @cute.jit
     def put_vectors(
         self, rY: cute.Tensor, sKQ: cute.Tensor, sV: cute.Tensor, sScalar: cute.Tensor, scale: Float32, tidx: Int32
     ):
@@ -357,17 +337,8 @@ class LayerDecode:
         seq: Int32,
     ):
         """act(z) w of 4 rows of V a lane."""
-        rZ = widen(load_vector(row_ptr(mZ, seq, head * HEAD_DIM + lane * 4, 8), 4), 4)
-        rW = zero_vector(Float32, 4)
-        if (flags & NORM_BF16) != 0:
-            raw = load_vector(offset_ptr(mNormWeight.iterator, lane * 4, BFloat16, 8), 4)
-            rW.store(widen(raw, 4).load())
-        if (flags & NORM_BF16) == 0:
-            copy_into(offset_ptr(mNormWeight.iterator, lane * 4, Float32, 16), rW, 4)
-        rG = cute.make_rmem_tensor(cute.make_layout(4), Float32)
-        for i in cutlass.range_constexpr(4):
-            factor = rZ[i] if (flags & SILU_GATE) != 0 else Float32(1.0)
-            rG[i] = factor * sigmoid(rZ[i]) * rW[i]
+        rZ = load_vector(row_ptr(mZ, seq, head * HEAD_DIM + lane * 4, 8), 4)
+        rG = output_gate(mNormWeight, rZ, lane * 4, (flags & SILU_GATE) != 0, (flags & NORM_BF16) != 0, 4)
         store_vector(rG, smem_ptr(sGate.iterator, lane * 4, Float32, 16), 4)
 
     @cute.jit
@@ -414,9 +385,7 @@ class LayerDecode:
             squares = fma_rn(rO[i], rO[i], squares)
         squares = sum_over(squares, 32)
         norm = cute.math.rsqrt(squares * Float32(1.0 / HEAD_DIM) + eps, fastmath=True)
-        for i in cutlass.range_constexpr(4):
-            rO[i] = rO[i] * norm * rG[i]
-        store_vector(narrow(rO, 4, BFloat16), row_ptr(mOut, seq, head * HEAD_DIM + lane * 4, 8), 4)
+        store_vector(gated(rO, norm, rG, 4), row_ptr(mOut, seq, head * HEAD_DIM + lane * 4, 8), 4)
 
 
 def build(key: LayerDecodeKey):

@@ -158,30 +158,12 @@ class RecurrentVerify:
                 cute.arch.griddepcontrol_wait()
         if seq < n:
             head, tile = place // self.tiles, place % self.tiles
-            num_slots, log_rows = cute.size(mState, mode=[0]), cute.size(mHalf, mode=[0])
-            max_tokens = cutlass.min(cute.size(mLogK, mode=[2]), MAX_TOKENS)
-            read, write, accepted = Int32(mReadIds[seq]), Int32(mWriteIds[seq]), Int32(mAccepted[seq])
-            log_row = seq
-            if indexed != 0:
-                log_row = Int32(mRows[seq])
-            start, length = Int32(0), Int32(0)
-            if const_expr(not self.commit):
-                start = Int32(mCu[seq])
-                length = cutlass.max(cutlass.min(Int32(mCu[seq + 1]) - start, max_tokens), 0)
-            counted = accepted.to(Uint32) <= max_tokens.to(Uint32)
-            reads = counted & slot_is_valid(read, num_slots)
-            writes = counted & slot_is_valid(write, num_slots)
-            logged = (reads | writes) & slot_is_valid(log_row, log_rows)
-            replayed = accepted if logged else Int32(0)
-            half = Int32(0)
-            if slot_is_valid(log_row, log_rows):  # without waiting for the ids
-                half = Int32(mHalf[log_row]) & 1
-            # First token of the half that is read and of the half that is written, in tokens of the whole log.
-            log_in = (Int64(log_row) * 2 + half) * cute.size(mLogK, mode=[2])
-            log_out = (Int64(log_row) * 2 + (half ^ 1)) * cute.size(mLogK, mode=[2])
-            # (h + 1/2) HK / HV is never an integer, so truncation gives h // (HV // HK) exactly.
-            key_head = Int32((Float32(head) + Float32(0.5)) * heads_ratio)
-            first_of_key_head = (head == 0) | (Int32((Float32(head) - Float32(0.5)) * heads_ratio) != key_head)
+            (
+                read, write, reads, writes, logged, log_in, log_out, start, length, replayed, key_head, first_of_key_head,
+            ) = self.resolve_row(
+                mReadIds, mWriteIds, mCu, mLogK, mHalf, mRows, mAccepted, cute.size(mState, mode=[0]), indexed != 0, seq,
+                head, heads_ratio,
+            )  # fmt: skip
             if reads | writes:
                 self.live_row(
                     mQ, mK, mV, mGate, mBeta, mALog, mBias, mState, mLogK, mLogU, mLogGate, mOut, l2norm != 0, rounds != 0,
@@ -194,6 +176,49 @@ class RecurrentVerify:
                     self.zero_rows(mOut, tidx, head, tile, start, start + length)
                 if seq == n - 1:
                     self.zero_rows(mOut, tidx, head, tile, Int32(mCu[n]), cute.size(mOut, mode=[0]))
+
+    @cute.jit
+    def resolve_row(
+        self,
+        mReadIds: cute.Tensor,
+        mWriteIds: cute.Tensor,
+        mCu: cute.Tensor | None,
+        mLogK: cute.Tensor,
+        mHalf: cute.Tensor,
+        mRows: cute.Tensor,
+        mAccepted: cute.Tensor,
+        num_slots: Int32,
+        indexed: Boolean,
+        seq: Int32,
+        head: Int32,
+        heads_ratio: Float32,  # HK / HV
+    ):
+        """What a row reads, writes, replays and runs after the rules above, and its key head."""
+        log_rows = cute.size(mHalf, mode=[0])
+        max_tokens = cutlass.min(cute.size(mLogK, mode=[2]), MAX_TOKENS)
+        read, write, accepted = Int32(mReadIds[seq]), Int32(mWriteIds[seq]), Int32(mAccepted[seq])
+        log_row = seq
+        if indexed:
+            log_row = Int32(mRows[seq])
+        start, length = Int32(0), Int32(0)
+        if const_expr(not self.commit):
+            start = Int32(mCu[seq])
+            length = cutlass.max(cutlass.min(Int32(mCu[seq + 1]) - start, max_tokens), 0)
+        counted = accepted.to(Uint32) <= max_tokens.to(Uint32)
+        reads = counted & slot_is_valid(read, num_slots)
+        writes = counted & slot_is_valid(write, num_slots)
+        logged = (reads | writes) & slot_is_valid(log_row, log_rows)
+        replayed = accepted if logged else Int32(0)
+        half = Int32(0)
+        if slot_is_valid(log_row, log_rows):  # without waiting for the ids
+            half = Int32(mHalf[log_row]) & 1
+        # First token of the half that is read and of the half that is written, in tokens of the whole log.
+        log_in = (Int64(log_row) * 2 + half) * cute.size(mLogK, mode=[2])
+        log_out = (Int64(log_row) * 2 + (half ^ 1)) * cute.size(mLogK, mode=[2])
+        # (h + 1/2) HK / HV is never an integer, so truncation gives h // (HV // HK) exactly.
+        key_head = Int32((Float32(head) + Float32(0.5)) * heads_ratio)
+        first = (head == 0) | (Int32((Float32(head) - Float32(0.5)) * heads_ratio) != key_head)
+        return read, write, reads, writes, logged, log_in, log_out, start, length, replayed, key_head, first
 
     @cute.jit
     def wait(self, settled: Boolean):
@@ -266,18 +291,7 @@ class RecurrentVerify:
         inner = (head * HEAD_DIM + tile * self.tile + tile_row) * HEAD_DIM + l8 * vector_width(self.dtype)
         stored = []
         if const_expr(self.key.landing):
-            if tidx == 0:
-                cute.arch.mbarrier_init(bar, 1)
-                cute.arch.mbarrier_init_fence()
-                if reads:
-                    atom = cute.make_copy_atom(
-                        cpasync.CopyBulkG2SOp(), self.dtype, num_bits_per_copy=self.tile_bytes * 8
-                    )
-                    source = slot_ptr(mState, read, (head * HEAD_DIM + tile * self.tile) * HEAD_DIM)
-                    cute.arch.mbarrier_arrive_and_expect_tx(bar, self.tile_bytes)
-                    cute.copy(
-                        atom, cute.make_tensor(source, cute.make_layout(self.tile * HEAD_DIM)), sLanding, mbar_ptr=bar
-                    )
+            self.land_tile(sLanding, bar, mState, read, reads, (head * HEAD_DIM + tile * self.tile) * HEAD_DIM, tidx)
         else:
             stored = load_rows_if(reads, slot_ptr(mState, read, inner), self.rows, self.dtype)
 
@@ -306,6 +320,61 @@ class RecurrentVerify:
                         self.log_decay((sNew.iterator + at).load(), mLogGate, thread_new, head, log_out)
         cute.arch.sync_threads()
 
+        self.run_tile(
+            sLanding, stored, bar, sOld, sNew, mState, mLogU, mOut, inner, tidx, head, column, write, reads, writes, rounds,
+            logged, log_out, start, length, replayed,
+        )  # fmt: skip
+
+    @cute.jit
+    def land_tile(
+        self,
+        sLanding: cute.Tensor,
+        bar: cute.Pointer,
+        mState: cute.Tensor,
+        read: Int32,
+        reads: Boolean,
+        first: Int32,  # element of the slot
+        tidx: Int32,
+    ):
+        """One thread starts the copy of the block's rows of state into shared memory."""
+        if tidx == 0:
+            cute.arch.mbarrier_init(bar, 1)
+            cute.arch.mbarrier_init_fence()
+            if reads:
+                atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), self.dtype, num_bits_per_copy=self.tile_bytes * 8)
+                layout = cute.make_layout(self.tile * HEAD_DIM)
+                cute.arch.mbarrier_arrive_and_expect_tx(bar, self.tile_bytes)
+                cute.copy(atom, cute.make_tensor(slot_ptr(mState, read, first), layout), sLanding, mbar_ptr=bar)
+
+    @cute.jit
+    def run_tile(
+        self,
+        sLanding: cute.Tensor | None,
+        stored,
+        bar: cute.Pointer,
+        sOld: cute.Tensor,
+        sNew: cute.Tensor | None,
+        mState: cute.Tensor,
+        mLogU: cute.Tensor,
+        output: cute.Tensor | None,
+        inner: Int32,  # of the lane's first vector, within a slot
+        tidx: Int32,
+        head: Int32,
+        column: Int32,
+        write: Int32,
+        reads: Boolean,
+        writes: Boolean,
+        rounds: Boolean,
+        logged: Boolean,
+        log_out: Int64,
+        start: Int32,
+        length: Int32,
+        replayed: Int32,
+    ):
+        """Replay, store and run the new tokens on the block's rows of state, once all of their vectors are in shared memory."""
+        lane = tidx % 32
+        l8 = lane_in_row(lane)
+        tile_row = tidx // 8 * self.rows
         rS = cute.make_rmem_tensor(tile_layout(self.rows), Float32)
         if const_expr(self.key.landing):
             for i in cutlass.range_constexpr(16 * self.rows):
@@ -347,9 +416,13 @@ class RecurrentVerify:
                     if rounds:
                         round_rows(rS, self.rows, self.dtype)
                 if stores_o:
-                    row_ptr(mOut, start + t, place, 2).store(BFloat16(o))
+                    self.put_output(output, start, t, place, own, o)
                 if stores_u:
                     offset_ptr(mLogU.iterator, (log_out + t) * (hv * HEAD_DIM) + place, Float32, 4).store(u)
+
+    def put_output(self, output, start, t, place, own, o):
+        """Where a token's output goes: `place` in its row of the result; `own` is the row of V within the block."""
+        row_ptr(output, start + t, place, 2).store(BFloat16(o))
 
     def old_registers(self):
         """Zeroed registers for `load_old`: k, u, KDA's raw gate or GDN's decay."""

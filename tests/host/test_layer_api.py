@@ -7,6 +7,7 @@ import torch
 
 from compact_state.cute_kernels import DraftLog, gdn_layer_decode, kda_layer_decode, reference
 from compact_state.cute_kernels.configs import layer as configs
+from compact_state.cute_kernels.configs.verify import choose_verify
 from compact_state.cute_kernels.errors import BackendUnavailableError, InvalidArgumentError
 from compact_state.cute_kernels.layer_launch import check_arguments
 from compact_state.cute_kernels.reference.datasets import cu_seqlens, ids
@@ -119,16 +120,27 @@ def test_what_only_the_references_serve_is_refused_by_name():
 
 
 def test_every_choice_is_legal_and_ships():
-    shipped = {entry.key for entry in configs.shipped()}
-    assert len(shipped) == 12
+    shipped = {entry.key: entry.kernel_file for entry in configs.shipped()}
+    assert len(shipped) == 24
     for kind in configs.KINDS:
         for state in configs.STATE_DTYPES:
             for weight in configs.WEIGHT_DTYPES:
                 key = configs.choose(kind, state, weight)
-                assert key in shipped
+                assert shipped[key] == "layer_decode"
                 assert key.rejection() is None
                 assert key in configs.candidates(kind, state, weight)
                 assert key.shared_bytes() <= 76 * 1024
+                verify = configs.choose_verify_layer(kind, state, weight)
+                assert shipped[verify] == configs.verify_file(verify)
+                assert verify.rejection() is None
+                assert verify.verify.tile == 128, "a norm over V takes a block that has all of it"
+                assert verify.verify.wy == choose_verify(kind, state, 1).wy, "the bare verify's bits need its form"
+
+
+def test_verify_keys_that_do_not_fit_say_why():
+    keys = [configs.LayerVerifyKey("kda_bounded", "float32", "bfloat16", blocks) for blocks in (2, 3)]
+    assert keys[0].rejection() is None
+    assert "shared memory" in (keys[1].rejection() or "")
 
 
 @pytest.mark.parametrize(("rows", "warps"), [(3, 8), (2, 2), (4, 16), (2, 6)])

@@ -1,0 +1,102 @@
+"""Pieces of a fused layer step: conv of one token's channels, the output gate, the gated norm, a draft's window."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64
+
+from ..configs.layer import CONV_WIDTH
+from .arith import sigmoid
+from .conv import SILU_EXPONENT, convolve, copy_into, load_bias, vector_bytes, window_ptr
+from .memory import load_vector, narrow, offset_ptr, store_vector, widen
+
+HISTORY = CONV_WIDTH - 1
+
+
+@cute.jit
+def convolved(
+    mConvBias: cute.Tensor, rows, rTaps: cute.Tensor, channel: Int32, biased: Int32, vec: cutlass.Constexpr
+) -> cute.Tensor:
+    """silu(conv) of `vec` channels of a token, rounded to bf16; `rows`: raw inputs, oldest first, the token's own last."""
+    rBias = load_bias(mConvBias, channel, vec, biased)
+    inputs = [widen(rX, vec) for rX in rows]
+    taps = widen(rTaps, vec * CONV_WIDTH)
+    return narrow(convolve(inputs, taps, rBias, vec, CONV_WIDTH, SILU_EXPONENT), vec, BFloat16)
+
+
+@cute.jit
+def load_taps_into(mTaps: cute.Tensor, rTaps: cute.Tensor, channel: Int32, vec: cutlass.Constexpr):
+    """Issue the loads of `vec` channels' taps, as stored."""
+    copy_into(offset_ptr(mTaps.iterator, Int64(channel) * CONV_WIDTH, mTaps.element_type, 16), rTaps, vec * CONV_WIDTH)
+
+
+@cute.jit
+def output_gate(
+    mNormWeight: cute.Tensor, rZ: cute.Tensor, first: Int32, silu: Boolean, weight_bf16: Boolean, vec: cutlass.Constexpr
+) -> cute.Tensor:
+    """act(z) w of `vec` values of V from value `first` of the head."""
+    rX = widen(rZ, vec)
+    rW = cute.make_rmem_tensor(cute.make_layout(vec), Float32)
+    if weight_bf16:
+        raw = load_vector(offset_ptr(mNormWeight.iterator, first, BFloat16, 2 * vec), vec)
+        rW.store(widen(raw, vec).load())
+    if not weight_bf16:
+        copy_into(offset_ptr(mNormWeight.iterator, first, Float32, 4 * vec), rW, vec)
+    rG = cute.make_rmem_tensor(cute.make_layout(vec), Float32)
+    for i in cutlass.range_constexpr(vec):
+        factor = rX[i] if silu else Float32(1.0)
+        rG[i] = factor * sigmoid(rX[i]) * rW[i]
+    return rG
+
+
+def log_x_ptr(mLogX, row, channel, vec):
+    """`vec` raw inputs of a token of the draft log (B, 2, Tmax, C), tokens counted over the whole log."""
+    index = Int64(row) * cute.size(mLogX, mode=[3]) + channel
+    return offset_ptr(mLogX.iterator, index, BFloat16, vector_bytes(BFloat16, vec))
+
+
+@cute.jit
+def load_history(
+    rX: cute.Tensor,
+    mConvState: cute.Tensor,
+    mLogX: cute.Tensor,
+    channel: Int32,
+    age: Int32,
+    position: Int32,
+    read: Int32,
+    reads: Boolean,
+    replayed: Int32,
+    log_in: Int64,
+    vec: cutlass.Constexpr,
+):
+    """Input `age` (1, 2, 3) tokens before the first new one: an accepted draft's from the log, else the ring's, else zero."""
+    draft = replayed - age
+    if draft >= 0:
+        copy_into(log_x_ptr(mLogX, log_in + draft, channel, vec), rX, vec)
+    elif reads:
+        copy_into(window_ptr(mConvState, read, position + draft, channel, CONV_WIDTH, vec), rX, vec)
+
+
+@cute.jit
+def commit_history(
+    rX: cute.Tensor,
+    mConvState: cute.Tensor,
+    channel: Int32,
+    age: Int32,
+    position: Int32,
+    read: Int32,
+    write: Int32,
+    replayed: Int32,
+    vec: cutlass.Constexpr,
+):
+    """Store that input in its column of the write slot; in place only the accepted drafts' columns change."""
+    draft = replayed - age
+    if (draft >= 0) | (read != write):
+        store_vector(rX, window_ptr(mConvState, write, position + draft, channel, CONV_WIDTH, vec), vec)
+
+
+def gated(rO, norm, rG, vec):
+    """o / rms(o) act(z) w of `vec` values in bf16."""
+    rY = cute.make_rmem_tensor(cute.make_layout(vec), Float32)
+    for i in range(vec):
+        rY[i] = rO[i] * norm * rG[i]
+    return narrow(rY, vec, BFloat16)
