@@ -196,3 +196,26 @@ def stored_by_another(make, ranks=1, positions=(10,), **options):
     for position in positions:
         assert rig.put(rig.checkpoint(PROMPT[:position]))
     return rig
+
+
+def source_of_a_put_stays(store, prompt, heads):
+    """The owner stands still in the middle of a put while the pool evicts the source and fills up."""
+    rig = store.rig(slots=3, heads=heads)
+    entry = rig.checkpoint(prompt[:10])
+    store.mooncake.pause_owner(True)
+    try:
+        rig.store.put(entry)
+        time.sleep(0.3)
+        rig.store.poll()
+        assert rig.ledger.puts_in_flight == 1
+        rig.index.remove(entry)
+        slot = entry.handle.slot
+        for number in range(6):
+            assert rig.checkpoint([number]).handle.slot != slot
+    finally:
+        store.mooncake.pause_owner(False)
+    assert rig.store.settle(20)
+    assert entry.stored
+    rig.evict_all()
+    assert len(rig.ledger.free) == 3
+    assert store.rig(slots=3, heads=heads).resume(prompt, [10]) == 10

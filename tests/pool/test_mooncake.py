@@ -9,7 +9,7 @@ from compact_state.pool import PoolClosedError, StateIOError
 from compact_state.pool.mooncake import MooncakeConfig
 from compact_state.pool.mooncake_loopback import free_port
 from tests.pool.mooncake_fixture import LIVE, cluster
-from tests.pool.store_rig import QUICK, Rig
+from tests.pool.store_rig import QUICK, Rig, source_of_a_put_stays
 
 pytestmark = pytest.mark.mooncake
 MIB_HEADS = 255  # a slot of one MiB
@@ -91,26 +91,7 @@ def test_bad_payloads_are_refused_and_replaced(store, prompt, fault):
 
 
 def test_the_source_of_a_put_cannot_be_reused(store, prompt):
-    """The owner stands still in the middle of a put while the pool evicts the source and fills up."""
-    rig = store.rig(slots=3, heads=MIB_HEADS)
-    entry = rig.checkpoint(prompt[:10])
-    store.mooncake.pause_owner(True)
-    try:
-        rig.store.put(entry)
-        time.sleep(0.3)
-        rig.store.poll()
-        assert rig.ledger.puts_in_flight == 1
-        rig.index.remove(entry)
-        slot = entry.handle.slot
-        for number in range(6):
-            assert rig.checkpoint([number]).handle.slot != slot
-    finally:
-        store.mooncake.pause_owner(False)
-    assert rig.store.settle(20)
-    assert entry.stored
-    rig.evict_all()
-    assert len(rig.ledger.free) == 3
-    assert store.rig(slots=3, heads=MIB_HEADS).resume(prompt, [10]) == 10
+    source_of_a_put_stays(store, prompt, MIB_HEADS)
 
 
 def test_eight_threads_each_way(store):

@@ -5,7 +5,6 @@ event of its step is seen: it moves other bytes.
 """
 
 import json
-import time
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from compact_state.pool import CudaFence
 from compact_state.pool.mooncake import StoreClient
 from tests.pool.mooncake_fixture import LIVE, Borrowed, cluster
-from tests.pool.store_rig import Rig
+from tests.pool.store_rig import Rig, source_of_a_put_stays
 
 pytestmark = [pytest.mark.gpu, pytest.mark.mooncake]
 MIB_HEADS = 255  # a slot of one MiB
@@ -193,26 +192,7 @@ def test_a_load_that_does_not_wait_is_overwritten(store, prompt, monkeypatch):
 
 
 def test_the_source_of_a_put_cannot_be_reused(store, prompt):
-    """The owner stands still in the middle of a put while the pool evicts the source and fills up."""
-    rig = store.rig(slots=3, heads=MIB_HEADS)
-    entry = rig.checkpoint(prompt[:10])
-    store.mooncake.pause_owner(True)
-    try:
-        rig.store.put(entry)
-        time.sleep(0.3)
-        rig.store.poll()
-        assert rig.ledger.puts_in_flight == 1
-        rig.index.remove(entry)
-        slot = entry.handle.slot
-        for number in range(6):
-            assert rig.checkpoint([number]).handle.slot != slot
-    finally:
-        store.mooncake.pause_owner(False)
-    assert rig.store.settle(20)
-    assert entry.stored
-    rig.evict_all()
-    assert len(rig.ledger.free) == 3
-    assert store.rig(slots=3, heads=MIB_HEADS).resume(prompt, [10]) == 10
+    source_of_a_put_stays(store, prompt, MIB_HEADS)
 
 
 def test_I21_sleep_frees_the_device_memory_and_wake_loads_again(store, prompt):
