@@ -12,7 +12,7 @@ from .checkpoints import Checkpoints
 from .delta_rule import check_arguments, check_checkpoints, check_commit_arguments, check_log, kind_of, launch_decode
 from .draft_log import DraftLog
 from .opaque import operator
-from .validation import Backend, uses_kernels
+from .validation import Backend, is_sound, parts_of, remember, signature, uses_kernels
 
 
 @operator("state")
@@ -49,9 +49,12 @@ def gdn_prefill(
     """
     kernels = uses_kernels(backend, q.device)
     arguments = (q, k, v, a, b, A_log, dt_bias, state, read_ids, write_ids)
-    check_arguments("gdn_prefill", *arguments, out, kda=False, cu_seqlens=cu_seqlens, kernels=kernels)
-    if checkpoints is not None:
-        check_checkpoints(checkpoints, read_ids)
+    facts = signature("gdn_prefill", kernels, *arguments, out, cu_seqlens, *parts_of(checkpoints))
+    if not is_sound(facts):
+        check_arguments("gdn_prefill", *arguments, out, kda=False, cu_seqlens=cu_seqlens, kernels=kernels)
+        if checkpoints is not None:
+            check_checkpoints(checkpoints, read_ids)
+        remember(facts)
     if not kernels:
         return reference.gdn_prefill(
             *arguments, cu_seqlens, checkpoints=checkpoints, scale=scale, qk_l2norm=qk_l2norm, out=out
@@ -168,8 +171,11 @@ def gdn_verify(
     """
     kernels = uses_kernels(backend, q.device)
     arguments = (q, k, v, a, b, A_log, dt_bias, state, read_ids, write_ids)
-    check_arguments("gdn_verify", *arguments, out, kda=False, cu_seqlens=cu_seqlens, kernels=kernels)
-    check_log(draft_log, num_accepted, read_ids.shape[0], q.shape[1], v.shape[1], kda=False, kernels=kernels)
+    facts = signature("gdn_verify", kernels, *arguments, out, cu_seqlens, num_accepted, *parts_of(draft_log))
+    if not is_sound(facts):
+        check_arguments("gdn_verify", *arguments, out, kda=False, cu_seqlens=cu_seqlens, kernels=kernels)
+        check_log(draft_log, num_accepted, read_ids.shape[0], q.shape[1], v.shape[1], kda=False, kernels=kernels)
+        remember(facts)
     if not kernels:
         return reference.gdn_verify(
             *arguments,

@@ -12,7 +12,7 @@ from .checkpoints import Checkpoints
 from .delta_rule import check_arguments, check_checkpoints, check_commit_arguments, check_log, kind_of, launch_decode
 from .draft_log import DraftLog
 from .opaque import operator
-from .validation import Backend, uses_kernels
+from .validation import Backend, is_sound, parts_of, remember, signature, uses_kernels
 
 
 @operator("state")
@@ -50,11 +50,14 @@ def kda_prefill(
     """
     kernels = uses_kernels(backend, q.device)
     arguments = (q, k, v, g, b, A_log, dt_bias, state, read_ids, write_ids)
-    check_arguments(
-        "kda_prefill", *arguments, out, kda=True, lower_bound=lower_bound, cu_seqlens=cu_seqlens, kernels=kernels
-    )
-    if checkpoints is not None:
-        check_checkpoints(checkpoints, read_ids)
+    facts = signature("kda_prefill", kernels, lower_bound, *arguments, out, cu_seqlens, *parts_of(checkpoints))
+    if not is_sound(facts):
+        check_arguments(
+            "kda_prefill", *arguments, out, kda=True, lower_bound=lower_bound, cu_seqlens=cu_seqlens, kernels=kernels
+        )
+        if checkpoints is not None:
+            check_checkpoints(checkpoints, read_ids)
+        remember(facts)
     if not kernels:
         return reference.kda_prefill(
             *arguments,
@@ -197,10 +200,15 @@ def kda_verify(
     """
     kernels = uses_kernels(backend, q.device)
     arguments = (q, k, v, g, b, A_log, dt_bias, state, read_ids, write_ids)
-    check_arguments(
-        "kda_verify", *arguments, out, kda=True, lower_bound=lower_bound, cu_seqlens=cu_seqlens, kernels=kernels
+    facts = signature(
+        "kda_verify", kernels, lower_bound, *arguments, out, cu_seqlens, num_accepted, *parts_of(draft_log)
     )
-    check_log(draft_log, num_accepted, read_ids.shape[0], q.shape[1], v.shape[1], kda=True, kernels=kernels)
+    if not is_sound(facts):
+        check_arguments(
+            "kda_verify", *arguments, out, kda=True, lower_bound=lower_bound, cu_seqlens=cu_seqlens, kernels=kernels
+        )
+        check_log(draft_log, num_accepted, read_ids.shape[0], q.shape[1], v.shape[1], kda=True, kernels=kernels)
+        remember(facts)
     if not kernels:
         return reference.kda_verify(
             *arguments,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -14,6 +15,8 @@ Backend = Literal["auto", "kernels", "reference"]
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 HEAD_DIM = 128  # key and value head size the kernels serve
+MAX_SOUND = 8192  # signatures remembered
+_sound: set[tuple[Any, ...]] = set()
 ALIGNMENT = 16  # bytes; pools, slot strides and packed rows
 
 
@@ -130,3 +133,39 @@ def check_kernel_dtype(operator: str, name: str, dtype: torch.dtype, allowed: Se
         raise UnsupportedConfigError(
             f"{operator}: {name} is {dtype}; allowed with kernels: {kinds} (backend='reference' serves others)"
         )
+
+
+def signature(*parts: Any) -> tuple[Any, ...] | None:
+    """Everything of a call's arguments that a check looks at: of tensors the shape, strides, dtype, device and alignment.
+
+    None where a tensor has no address or a part cannot be hashed: such a call is always checked.
+    """
+    try:
+        facts = tuple(
+            [
+                (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % ALIGNMENT) if isinstance(t, torch.Tensor) else t
+                for t in parts
+            ]
+        )
+        hash(facts)
+    except (TypeError, RuntimeError):
+        return None
+    return facts
+
+
+def parts_of(value: Any) -> tuple[Any, ...]:
+    """Class and fields of a dataclass argument, for its signature; anything else stands for itself."""
+    return (type(value), *vars(value).values()) if dataclasses.is_dataclass(value) else (value,)
+
+
+def is_sound(facts: tuple[Any, ...] | None) -> bool:
+    """Whether a call with this signature has passed its checks before."""
+    return facts in _sound
+
+
+def remember(facts: tuple[Any, ...] | None) -> None:
+    """Note that a call with this signature has passed its checks; the memory is bounded."""
+    if facts is not None:
+        if len(_sound) >= MAX_SOUND:
+            _sound.clear()
+        _sound.add(facts)
