@@ -7,7 +7,7 @@ import math
 import torch
 
 from compact_state.cute_kernels import Checkpoints, reference
-from compact_state.cute_kernels.reference.datasets import cu_seqlens, ids, initial_states, make_pool
+from compact_state.cute_kernels.reference.datasets import cu_seqlens, delta_inputs, ids, initial_states, make_pool
 from compact_state.cute_kernels.reference.metrics import assert_close, tolerance
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -64,3 +64,45 @@ def check_inputs(run, inputs, lengths, dataset, dtype=torch.float32, kept=None, 
         assert_close(pool[slot], expected_pool[slot], tolerance("prefill", dataset, "state", dtype), f"slot {slot}")
     others = [slot for slot in range(slots) if slot not in written]
     assert torch.equal(bits(pool[others]), bits(before[others]))
+
+
+def check_equal_repeats(run, kind, hk, hv, dtype):
+    """1,000 calls give the outputs and states of the first, bit for bit."""
+    lengths = [1000, 130, 64, 5]
+    inputs = delta_inputs(kind, "trained", sum(lengths), hk, hv, device="cuda")
+    pool = filled_pool(8, hv, dtype, "trained", range(4))
+    read, cu = torch.arange(4, dtype=torch.int32, device="cuda"), cu_seqlens(lengths, device="cuda")
+    first = run(*inputs.tensors, pool, read, read + 4, cu)
+    state = pool.clone()
+    for _ in range(1000):
+        out = run(*inputs.tensors, pool, read, read + 4, cu)
+        assert torch.equal(bits(out), bits(first))
+    assert torch.equal(bits(pool), bits(state))
+
+
+def check_graph_replay(run, kind):
+    """A captured call follows what its ids and bounds hold at each replay, and equals an eager call bit for bit."""
+    hv, slots = 4, 5
+    inputs = delta_inputs(kind, "randn", 200, 2, hv, device="cuda")
+    start = filled_pool(slots, hv, torch.float32, "randn", range(slots))
+    pool = start.clone()
+    read, write, cu = ids(0, 1, device="cuda"), ids(2, 3, device="cuda"), ids(0, 130, 200, device="cuda")
+    out = torch.zeros(200, hv, 128, dtype=torch.bfloat16, device="cuda")
+    run(*inputs.tensors, pool, read, write, cu, out=out)
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream):
+        run(*inputs.tensors, pool, read, write, cu, out=out)
+    for reads, writes, bounds in (
+        ((4, -1), (4, 0), (0, 3, 200)),
+        ((1, 2), (-1, 2), (0, 0, 64)),
+        ((0, 1), (2, 3), (0, 199, 200)),
+    ):
+        for target, values in ((read, reads), (write, writes), (cu, bounds)):
+            target.copy_(ids(*values))
+        pool.copy_(start)
+        eager = start.clone()
+        graph.replay()
+        expected = run(*inputs.tensors, eager, read, write, cu)
+        assert torch.equal(bits(out[: bounds[-1]]), bits(expected[: bounds[-1]]))
+        assert torch.equal(bits(pool), bits(eager))

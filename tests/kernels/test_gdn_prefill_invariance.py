@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from gdn_prefill_case import PATHS, RUN, chunked, equal_keys, public
-from prefill_case import DTYPES, bits, filled_pool
+from prefill_case import DTYPES, bits, check_equal_repeats, check_graph_replay, filled_pool
 
 from compact_state.cute_kernels import Checkpoints
 from compact_state.cute_kernels.reference.datasets import cu_seqlens, delta_inputs, ids, initial_states
@@ -133,43 +133,11 @@ def test_causality_a_changed_suffix_changes_no_earlier_bit(cut, path):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_D4_equal_repeats(dtype):
-    lengths = [1000, 130, 64, 5]
-    inputs = delta_inputs("gdn", "trained", sum(lengths), 4, 16, device="cuda")
-    pool = filled_pool(8, 16, dtype, "trained", range(4))
-    read, cu = torch.arange(4, dtype=torch.int32, device="cuda"), cu_seqlens(lengths, device="cuda")
-    first = chunked(*inputs.tensors, pool, read, read + 4, cu)
-    state = pool.clone()
-    for _ in range(1000):
-        out = chunked(*inputs.tensors, pool, read, read + 4, cu)
-        assert torch.equal(bits(out), bits(first))
-    assert torch.equal(bits(pool), bits(state))
+    check_equal_repeats(chunked, "gdn", 4, 16, dtype)
 
 
 def test_graph_replay_follows_changed_ids_and_lengths():
-    hv, slots = 4, 5
-    inputs = delta_inputs("gdn", "randn", 200, 2, hv, device="cuda")
-    start = filled_pool(slots, hv, torch.float32, "randn", range(slots))
-    pool = start.clone()
-    read, write, cu = ids(0, 1, device="cuda"), ids(2, 3, device="cuda"), ids(0, 130, 200, device="cuda")
-    out = torch.zeros(200, hv, 128, dtype=torch.bfloat16, device="cuda")
-    public(*inputs.tensors, pool, read, write, cu, out=out)
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream):
-        public(*inputs.tensors, pool, read, write, cu, out=out)
-    for reads, writes, bounds in (
-        ((4, -1), (4, 0), (0, 3, 200)),
-        ((1, 2), (-1, 2), (0, 0, 64)),
-        ((0, 1), (2, 3), (0, 199, 200)),
-    ):
-        for target, values in ((read, reads), (write, writes), (cu, bounds)):
-            target.copy_(ids(*values))
-        pool.copy_(start)
-        eager = start.clone()
-        graph.replay()
-        expected = public(*inputs.tensors, eager, read, write, cu)
-        assert torch.equal(bits(out[: bounds[-1]]), bits(expected[: bounds[-1]]))
-        assert torch.equal(bits(pool), bits(eager))
+    check_graph_replay(public, "gdn")
 
 
 @pytest.mark.parametrize("long_length", [128, 10**6])
