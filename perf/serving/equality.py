@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .fleet import ENGINE, Fleet, Spec
+from .fleet import ENGINE, Fleet, Running, Spec
 
 # One bf16 evaluation of the four-layer shapes (deviation of a logit 4) by transformers was measured against fp32 over 2200
 # positions: rms error 0.044, largest 0.25. Two evaluations may differ by twice that.
@@ -103,42 +105,50 @@ def run(
     say: Callable[[str], None] = print,
     engine: list[str] = ENGINE,
 ) -> dict[str, Any]:
-    """Rounds on every engine and each pair compared; then a mixed load, sleep and the rounds once more."""
+    """Rounds on every engine, compared with the others'; a mixed load; compact sleeps, and answers the rounds once more.
+
+    Each engine is asked as soon as it serves, by a thread of its own. `limit_s` is what an engine may take to start.
+    `logs/rounds-*.json` keep the answers, for `judge`.
+    """
     result: dict[str, Any] = {"start": {}, "failed": {}, "pairs": {}, "hits": {}, "mixed": {}, "sleep": {}}
-    with Fleet(engines, logs, limit_s=limit_s, engine=engine) as fleet:
-        result["start"] = {label: running.ready for label, running in fleet.engines.items()}
-        result["failed"] = fleet.failed
-        say(f"{fleet.start_s} s: {result['start']} {result['failed']}")
-        rounds = fleet.ask_all("rounds", new=new)
-        labels = list(rounds)
-        for i, mine in enumerate(labels):
-            result["hits"][mine] = hits(rounds[mine])
-            for theirs in labels[i + 1 :]:
-                result["pairs"][f"{mine} / {theirs}"] = compare(rounds[mine], rounds[theirs])
-        _tell(result, ("pairs", "hits"), save, say)
-        if not mixed:
-            return result
-        seen = fleet.ask_all("mixed", count=mixed, new=new, seed=5)
-        result["mixed"] = {label: finished(some, rounds[label]) for label, some in seen.items()}
-        _tell(result, ("mixed",), save, say)
-        for label in [label for label in fleet.engines if fleet[label].spec.variant != "compact"]:
-            fleet.drop(label, "only compact is put to sleep")
-        slept, after = fleet.ask_all("sleep"), fleet.ask_all("rounds", new=new)
-        for label, again in after.items():
+    rounds: dict[str, list[dict[str, Any]]] = {}
+    order = [spec.label for spec in engines]
+    lock = threading.Lock()
+
+    def tell(kind: str, name: str, found: dict[str, Any]) -> None:
+        result[kind][name] = found
+        save(result)
+        say(f"{kind} {name}: { ({k: v for k, v in found.items() if k != 'partings'}) }")
+
+    def examine(running: Running) -> None:
+        label = running.spec.label
+        with lock:
+            tell("start", label, running.ready)
+        first = running.ask("rounds", new=new)
+        (logs / f"rounds-{label}.json").write_text(json.dumps(first))
+        with lock:
+            rounds[label] = first
+            tell("hits", label, hits(first))
+            for other in rounds.keys() - {label}:
+                mine, theirs = sorted((label, other), key=order.index)
+                tell("pairs", f"{mine} / {theirs}", compare(rounds[mine], rounds[theirs]))
+        if mixed:
+            seen = running.ask("mixed", count=mixed, new=new, seed=5)
+            with lock:
+                tell("mixed", label, finished(seen, first))
+        if mixed and running.spec.variant == "compact":
+            slept, again = running.ask("sleep"), running.ask("rounds", new=new)
             # Nothing may be found that the memory before held: the first round is cold again.
-            forgotten = again[0]["cached"] == rounds[label][0]["cached"]
-            result["sleep"][label] = {**slept[label], "forgotten": forgotten, **compare(rounds[label], again)}
-        _tell(result, ("sleep",), save, say)
-    return result
+            forgotten = again[0]["cached"] == first[0]["cached"]
+            found = compare(first, again)
+            found["passed"] = found["passed"] and forgotten
+            with lock:
+                tell("sleep", label, {**slept, "forgotten": forgotten, **found})
 
-
-def _tell(
-    result: dict[str, Any],
-    what: tuple[str, ...],
-    save: Callable[[dict[str, Any]], None],
-    say: Callable[[str], None],
-) -> None:
+    with Fleet(engines, logs, limit_s=limit_s, engine=engine, wait=False) as fleet:
+        fleet.each(examine)
+        result["failed"] = fleet.failed
+    for label, why in result["failed"].items():
+        say(f"failed {label}: {why}")
     save(result)
-    for kind in what:
-        for name, found in result[kind].items():
-            say(f"{kind} {name}: { ({k: v for k, v in found.items() if k != 'partings'}) }")
+    return result

@@ -10,7 +10,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -100,33 +100,41 @@ class Running:
 class Fleet:
     """Starts engines together; `with Fleet(...) as fleet: fleet["name"].ask(...)`.
 
-    An engine that fails, or does not serve after `limit_s`, is left out and named in `failed` with its error.
+    An engine that fails, or does not serve after `limit_s`, is left out and named in `failed` with its error. With
+    `wait=False` nobody waits for the slowest: `each` then asks every engine as soon as it serves.
     """
 
     def __init__(
-        self, specs: Iterable[Spec], logs: Path, *, limit_s: float = 300.0, engine: list[str] = ENGINE
+        self,
+        specs: Iterable[Spec],
+        logs: Path,
+        *,
+        limit_s: float = 300.0,
+        engine: list[str] = ENGINE,
+        wait: bool = True,
     ) -> None:
-        self._specs, self._logs, self._limit, self._engine = list(specs), logs, limit_s, engine
+        self._specs, self._logs, self._limit, self._engine, self._wait = list(specs), logs, limit_s, engine, wait
         self.engines: dict[str, Running] = {}
         self.failed: dict[str, str] = {}
-        self.start_s = 0.0
+        self.start_s = self._began = 0.0
 
     def __enter__(self) -> Fleet:
         self._logs.mkdir(parents=True, exist_ok=True)
-        began = time.monotonic()
+        self._began = time.monotonic()
         for running in [Running(spec, self._logs, self._engine) for spec in self._specs]:
             self.engines[running.spec.label] = running
-        for label, running in list(self.engines.items()):
-            try:
-                running.wait(began + self._limit)
-            except EngineError as error:
-                running.close()
-                self.failed[label] = str(error)
-                del self.engines[label]
-            except BaseException:
-                self.close()
-                raise
-        self.start_s = round(time.monotonic() - began, 1)
+        if not self._wait:
+            return self
+        try:
+            for label, running in list(self.engines.items()):
+                try:
+                    running.wait(self._began + self._limit)
+                except EngineError as error:
+                    self.drop(label, error)
+        except BaseException:
+            self.close()
+            raise
+        self.start_s = round(time.monotonic() - self._began, 1)
         if not self.engines:
             raise EngineError("\n".join(self.failed.values()))
         return self
@@ -151,9 +159,29 @@ class Fleet:
                 self.drop(label, error)
         return answers
 
+    def each(self, work: Callable[[Running], None]) -> None:
+        """Wait for every engine and do `work` with it, side by side; one that fails is dropped and ends nobody else."""
+
+        def serve(label: str, running: Running) -> None:
+            try:
+                work(running.wait(self._began + self._limit))
+            except EngineError as error:
+                self.drop(label, error)
+
+        pool = concurrent.futures.ThreadPoolExecutor(len(self.engines))
+        try:
+            for done in [pool.submit(serve, *item) for item in self.engines.items()]:
+                done.result()
+        except BaseException:
+            # Engines that end let the threads that read from them end.
+            self.close()
+            raise
+        finally:
+            pool.shutdown()
+
     def close(self) -> None:
         """End every engine."""
-        for engine in self.engines.values():
+        for engine in list(self.engines.values()):
             engine.close()
 
     def __exit__(

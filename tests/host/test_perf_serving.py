@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,53 @@ def test_an_engine_that_does_not_start_is_left_out_with_its_error(tmp_path: Path
         fleet.Fleet(specs[1:], tmp_path, engine=[str(program)]),
     ):
         pass
+
+
+ANSWERING = """
+import json, sys
+import time
+if sys.argv[1] == 'late':
+    time.sleep(30)
+print(json.dumps({'ok': {'start_s': 1.0}}), flush=True)
+asked = 0
+for line in sys.stdin:
+    do = json.loads(line)['do']
+    rounds = [{'tag': tag, 'ids': [[7]], 'top': [[[[7, 5.0], [8, 1.0]]]], 'cached': [asked]} for tag in ('solo', 'again')]
+    answer = {'rounds': rounds, 'mixed': {'answers': [[0, [7]]], 'ledger': None}, 'sleep': {'freed_mib': 1}}
+    if do == 'rounds' and sys.argv[1] == 'remembers':
+        asked += 1
+    print(json.dumps({'error': 'out of memory'} if do == sys.argv[1] else {'ok': answer[do]}), flush=True)
+"""
+
+
+def test_each_engine_is_examined_as_soon_as_it_serves_and_fails_alone(tmp_path: Path) -> None:
+    program = tmp_path / "engine.py"
+    program.write_text(ANSWERING)
+    variants = {"legacy": "fine", "one": "fine", "two": "remembers", "three": "mixed", "four": "late"}
+    specs = [fleet.Spec("legacy" if n == "legacy" else "compact", model, name=n) for n, model in variants.items()]
+    saved: list[str] = []
+    found = equality.run(
+        "model",
+        engines=specs,
+        logs=tmp_path,
+        new=1,
+        mixed=4,
+        save=lambda result: saved.append(json.dumps(result)),
+        limit_s=5.0,
+        engine=[str(program)],
+    )
+    assert saved[-1] == json.dumps(found)
+    assert len(saved) > len(specs)
+    assert set(found["pairs"]) == {
+        f"{mine} / {theirs}" for mine, theirs in itertools.combinations(("legacy", "one", "two", "three"), 2)
+    }
+    assert all(pair["passed"] and pair["equal"] == 2 for pair in found["pairs"].values())
+    assert set(found["mixed"]) == {"legacy", "one", "two"}
+    # What an engine remembers through sleep shows as tokens found by its first, cold answers.
+    assert {name: some["passed"] for name, some in found["sleep"].items()} == {"one": True, "two": False}
+    assert set(found["failed"]) == {"three", "four"}
+    assert "out of memory" in found["failed"]["three"]
+    assert json.loads((tmp_path / "rounds-one.json").read_text())[0]["ids"] == [[7]]
 
 
 def row(variant: str, rate: float) -> dict[str, Any]:
