@@ -30,13 +30,15 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("model", help="checkpoint")
         command.add_argument("--out", type=Path, required=True, help="JSON to write; rewritten as results come")
         command.add_argument("--logs", type=Path, default=Path("/tmp/serving"), help="folder of the engines' logs")
-        command.add_argument("--budget", type=float, default=300.0, help="seconds for everything")
+        command.add_argument(
+            "--budget", type=float, default=300.0, help="seconds: load, all; others, an engine's start"
+        )
         command.add_argument("--engine", nargs="+", default=ENGINE, help=argparse.SUPPRESS)
         command.add_argument("--settings", type=json.loads, default={}, help="JSON on top of the engines' settings")
         if name in ("equality", "ray"):
             command.add_argument("--new", type=int, default=24, help="tokens of each answer")
-        if name == "equality":
             command.add_argument("--mixed", type=int, default=256, help="requests of the mixed load; 0 for none")
+        if name == "equality":
             command.add_argument("--only", default="", help="names of engines, comma-separated; all by default")
         if name == "load":
             command.add_argument("--case", type=load.Case.parse, action="append", help="such as 64x2048+256:5@on")
@@ -92,7 +94,13 @@ def _run(options: argparse.Namespace, save: Callable[[dict[str, Any]], None]) ->
         log = options.logs / f"server-{options.variant}.log"
         return server.run(options.model, log=log, limit_s=options.budget, variant=options.variant)
     return tensor_parallel.run(
-        options.model, logs=options.logs, new=options.new, limit_s=options.budget, save=save, engine=options.engine
+        options.model,
+        logs=options.logs,
+        new=options.new,
+        mixed=options.mixed,
+        limit_s=options.budget,
+        save=save,
+        engine=options.engine,
     )
 
 

@@ -121,11 +121,9 @@ class Engine:
             self.pipe.async_engine.wakeup()
 
         self.run(wake())
-        return {
-            "sleep_s": round(between - began, 2),
-            "wakeup_s": round(time.monotonic() - between, 2),
-            "freed_mib": (before - asleep) >> 20,
-        }
+        times = {"sleep_s": round(between - began, 2), "wakeup_s": round(time.monotonic() - between, 2)}
+        # The memory of ray workers is not this process's to ask for.
+        return {**times, "freed_mib": (before - asleep) >> 20} if before else times
 
     def profile(self, requests: int, input: int, output: int, seed: int, host: bool) -> dict[str, Any]:
         """Where a batch's time goes: GPU kernels by name or, with `host`, Python functions of the engine's thread."""
@@ -171,6 +169,7 @@ class Engine:
                 "state_bytes": int(states.allocation.nbytes),
                 "states": [list(cache.shape) for cache in states.state_caches],
                 "device": str(states.state_caches[0].device),
+                "gpu": os.environ.get("CUDA_VISIBLE_DEVICES"),
             }
 
         found: list[dict[str, Any]] = ray.get([w.__ray_call__.remote(look) for w in self.engine.executor.workers])

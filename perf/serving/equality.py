@@ -83,6 +83,15 @@ def finished(mixed: dict[str, Any], rounds: list[dict[str, Any]]) -> dict[str, A
     }
 
 
+def slept(running: Running, first: list[dict[str, Any]], new: int) -> dict[str, Any]:
+    """An engine sleeps and wakes up, and is asked its first rounds once more."""
+    times, again = running.ask("sleep"), running.ask("rounds", new=new)
+    # Nothing may be found that the memory before held: the first round is cold again.
+    forgotten = again[0]["cached"] == first[0]["cached"]
+    found = compare(first, again)
+    return {**times, "forgotten": forgotten, **found, "passed": found["passed"] and forgotten}
+
+
 def specs(model: str, extra: dict[str, Any] | None = None) -> list[Spec]:
     """Legacy and compact, with CUDA graphs and eager."""
     settings = {**SIZES, "enable_prefix_caching": True, **(extra or {})}
@@ -137,13 +146,9 @@ def run(
             with lock:
                 tell("mixed", label, finished(seen, first))
         if mixed and running.spec.variant == "compact":
-            slept, again = running.ask("sleep"), running.ask("rounds", new=new)
-            # Nothing may be found that the memory before held: the first round is cold again.
-            forgotten = again[0]["cached"] == first[0]["cached"]
-            found = compare(first, again)
-            found["passed"] = found["passed"] and forgotten
+            found = slept(running, first, new)
             with lock:
-                tell("sleep", label, {**slept, "forgotten": forgotten, **found})
+                tell("sleep", label, found)
 
     with Fleet(engines, logs, limit_s=limit_s, engine=engine, wait=False) as fleet:
         fleet.each(examine)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from . import equality
-from .fleet import ENGINE, Fleet, Spec
+from .fleet import ENGINE, EngineError, Fleet, Spec
 
 
 def specs(model: str) -> list[Spec]:
@@ -22,28 +23,38 @@ def run(
     *,
     logs: Path,
     new: int,
+    mixed: int,
     limit_s: float,
     save: Callable[[dict[str, Any]], None],
     engine: list[str] = ENGINE,
 ) -> dict[str, Any]:
-    """Workers as they see themselves; answers of one GPU against two, hits against cold prompts."""
-    result: dict[str, Any] = {}
+    """Workers as they see themselves; one GPU against two, hits against cold prompts; two under a mixed load and asleep.
+
+    `limit_s` is what an engine may take to start. Raises EngineError when an engine fails; what was found is saved by then.
+    """
+    result: dict[str, Any] = {"passed": False}
     with Fleet(specs(model), logs, limit_s=limit_s, engine=engine) as fleet:
+        result |= {"start": {label: running.ready for label, running in fleet.engines.items()}, "failed": fleet.failed}
+        save(result)
+        if fleet.failed:
+            raise EngineError("\n".join(fleet.failed.values()))
         one, two = fleet["compact-tp1"], fleet["compact-tp2"]
-        result |= {"start": {"tp1": one.ready, "tp2": two.ready}, "workers": two.ask("workers")}
+        half = one.ready["slot_bytes"] * one.ready["slots"] // 2
+        workers = result["workers"] = two.ask("workers")
         save(result)
         alone, split = one.ask("rounds", new=new), two.ask("rounds", new=new)
-        result["tp1 / tp2"] = equality.compare(alone, split)
-        result["hits"] = equality.hits(split)
-        result["repeats"] = equality.compare(split, two.ask("rounds", new=new))
+        for name, answers in (("tp1", alone), ("tp2", split)):
+            (logs / f"rounds-{name}.json").write_text(json.dumps(answers))
+        result |= {"tp1 / tp2": equality.compare(alone, split), "hits": equality.hits(split)}
         save(result)
-    workers = result["workers"]
-    half = one.ready["slot_bytes"] * one.ready["slots"] // 2
+        result["mixed"] = equality.finished(two.ask("mixed", count=mixed, new=new, seed=5), split)
+        save(result)
+        result["sleep"] = equality.slept(two, split, new)
     result["passed"] = (
-        len(workers) == 2
+        len({w["gpu"] for w in workers}) == 2
         and all(w["switch"] == "1" and w["pool"] == "CompactStateCacheEngine" for w in workers)
         and all(abs(w["state_bytes"] - half) * 100 < half for w in workers)
-        and result["tp1 / tp2"]["passed"]
+        and all(result[name]["passed"] for name in ("tp1 / tp2", "hits", "mixed", "sleep"))
     )
     save(result)
     return result

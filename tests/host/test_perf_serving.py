@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from compact_state.perf.report import replace_block
-from compact_state.perf.serving import equality, fleet, load, result, traffic
+from compact_state.perf.serving import equality, fleet, load, result, tensor_parallel, traffic
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -84,12 +84,16 @@ import json, sys
 import time
 if sys.argv[1] == 'late':
     time.sleep(30)
-print(json.dumps({'ok': {'start_s': 1.0}}), flush=True)
+print(json.dumps({'ok': {'start_s': 1.0, 'slot_bytes': 1000, 'slots': 10}}), flush=True)
 asked = 0
 for line in sys.stdin:
     do = json.loads(line)['do']
     rounds = [{'tag': tag, 'ids': [[7]], 'top': [[[[7, 5.0], [8, 1.0]]]], 'cached': [asked]} for tag in ('solo', 'again')]
+    seen = {'switch': '1', 'pool': 'CompactStateCacheEngine', 'state_bytes': 5000}
+    if sys.argv[1] == 'unpatched':
+        seen['switch'] = None
     answer = {'rounds': rounds, 'mixed': {'answers': [[0, [7]]], 'ledger': None}, 'sleep': {'freed_mib': 1}}
+    answer['workers'] = [{**seen, 'gpu': gpu} for gpu in '01']
     if do == 'rounds' and sys.argv[1] == 'remembers':
         asked += 1
     print(json.dumps({'error': 'out of memory'} if do == sys.argv[1] else {'ok': answer[do]}), flush=True)
@@ -124,6 +128,23 @@ def test_each_engine_is_examined_as_soon_as_it_serves_and_fails_alone(tmp_path: 
     assert set(found["failed"]) == {"three", "four"}
     assert "out of memory" in found["failed"]["three"]
     assert json.loads((tmp_path / "rounds-one.json").read_text())[0]["ids"] == [[7]]
+
+
+@pytest.mark.parametrize(("model", "passed"), [("fine", True), ("unpatched", False), ("remembers", False)])
+def test_two_gpus_pass_when_their_workers_are_patched_and_their_answers_agree(
+    model: str, passed: bool, tmp_path: Path
+) -> None:
+    program = tmp_path / "engine.py"
+    program.write_text(ANSWERING)
+    arguments: dict[str, Any] = {"logs": tmp_path, "new": 1, "mixed": 4, "limit_s": 20.0, "engine": [str(program)]}
+    saved: list[dict[str, Any]] = []
+    found = tensor_parallel.run(model, save=saved.append, **arguments)
+    assert found["passed"] is passed
+    assert len(saved) == 5
+    with pytest.raises(fleet.EngineError, match="out of memory"):
+        tensor_parallel.run("mixed", save=saved.append, **arguments)
+    assert saved[-1]["tp1 / tp2"]["passed"]
+    assert not saved[-1]["passed"]
 
 
 def row(variant: str, rate: float) -> dict[str, Any]:
