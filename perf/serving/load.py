@@ -63,17 +63,27 @@ CASES = ("64x2048+256", "16x16384+256", "16x2048+2048", "8x16384+2048")
 def specs(
     model: str, variants: tuple[str, ...], caching: tuple[bool, ...], settings: dict[str, Any] | None = None
 ) -> list[Spec]:
-    """One engine for each variant and caching setting."""
-    return [
-        Spec(
-            variant,
-            model,
-            {**(settings or {}), "enable_prefix_caching": on},
-            name=f"{variant}-{'on' if on else 'off'}",
-        )
-        for on in caching
-        for variant in variants
-    ]
+    """One engine for each variant and caching setting.
+
+    A variant is `legacy`, `compact`, or compact with variables, such as `napping:LMDEPLOY_COMPACT_SPIN_MS=0`; `@on` or `@off`
+    behind it leaves the other caching setting out.
+    """
+    specs = []
+    for on in caching:
+        for text in variants:
+            text, _, only = text.partition("@")
+            name, _, variables = text.partition(":")
+            if only in ("", "on" if on else "off"):
+                specs.append(
+                    Spec(
+                        "legacy" if name == "legacy" else "compact",
+                        model,
+                        {**(settings or {}), "enable_prefix_caching": on},
+                        dict(pair.split("=", 1) for pair in variables.split(":") if pair),
+                        name=f"{name}-{'on' if on else 'off'}",
+                    )
+                )
+    return specs
 
 
 def spread(trials: list[dict[str, Any]]) -> dict[str, Any]:

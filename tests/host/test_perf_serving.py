@@ -50,6 +50,13 @@ def test_a_case_reads_as_it_is_written() -> None:
         load.Case.parse("64x2048")
 
 
+def test_a_variant_with_variables_is_compact_and_may_have_one_caching_setting() -> None:
+    specs = load.specs("model", ("legacy", "compact", "napping:A=1:B=2@on"), (False, True))
+    assert [spec.label for spec in specs] == ["legacy-off", "compact-off", "legacy-on", "compact-on", "napping-on"]
+    assert [spec.variant for spec in specs][2:] == ["legacy", "compact", "compact"]
+    assert (specs[-1].environment, specs[-1].settings) == ({"A": "1", "B": "2"}, {"enable_prefix_caching": True})
+
+
 def test_spread_is_least_median_most() -> None:
     trials = [{"seconds": value, "tpot_ms": None} for value in (3.0, 1.0, 2.0)]
     assert load.spread(trials) == {"trials": 3, "seconds": [1.0, 2.0, 3.0]}
