@@ -1,4 +1,4 @@
-"""Command line: `equality`, `load`, `server` and `ray` on a checkpoint of tests/integration/lmd_tiny.py; `merge` of results."""
+"""Command line: `equality`, `load`, `server`, `ray` on a model of tests/integration/lmd_tiny.py; `judge`, `merge` of results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from ..environment import describe
 from ..report import replace_block
-from . import equality, load, result, server, tensor_parallel
+from . import equality, judge, load, result, server, tensor_parallel
 from .fleet import ENGINE
 
 
@@ -25,6 +25,10 @@ def _parser() -> argparse.ArgumentParser:
     merge.add_argument("--add", action="store_true", help="keep what the file has and the parts do not replace")
     merge.add_argument("--docs", type=Path, nargs="*", default=[], help="documents with <!-- perf:lmdeploy --> blocks")
     merge.add_argument("--file", type=Path, default=result.FILE)
+    command = commands.add_parser("judge", help="logits of `equality` beside transformers in fp32")
+    command.add_argument("model", help="checkpoint")
+    command.add_argument("rounds", type=Path, nargs="+", help="rounds-*.json that equality left in its folder of logs")
+    command.add_argument("--out", type=Path, required=True, help="JSON to write; rewritten as results come")
     for name in ("equality", "load", "server", "ray"):
         command = commands.add_parser(name)
         command.add_argument("model", help="checkpoint")
@@ -62,6 +66,9 @@ def version(distribution: str) -> str:
 
 
 def _run(options: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    if options.command == "judge":
+        rounds = {path.stem.removeprefix("rounds-"): json.loads(path.read_text()) for path in options.rounds}
+        return judge.run(rounds, judge.evaluation(options.model), save=save)
     if options.command == "equality":
         engines = equality.specs(options.model, options.settings)
         return equality.run(

@@ -32,6 +32,12 @@ def probes() -> list[list[int]]:
     return [*alone, *(shared + draw(length, length) for length in (100, 41, 2)), draw(2500, 9)]
 
 
+def asked(tag: str) -> list[list[int]]:
+    """The prompts of a round of `rounds`."""
+    grown = tag == "grown"
+    return [ids + draw(30, 50 + i) if grown else ids for i, ids in enumerate(probes())]
+
+
 def shared_prompts(requests: int, length: int, seed: int) -> list[list[int]]:
     """Prompts whose first half is one of GROUPS beginnings that all seeds share."""
     half = length // 2
@@ -168,20 +174,18 @@ async def batch(
 
 async def rounds(engine: Any, session: int, new: int) -> list[dict[str, Any]]:
     """Greedy answers to the probes with logits: alone, once more, all at once, and grown by 30 tokens."""
-    asked = probes()
-    grown = [ids + draw(30, 50 + i) for i, ids in enumerate(asked)]
 
     async def together(prompts: Sequence[Sequence[int]], first: int) -> list[Answer]:
         return await asyncio.gather(*(ask(engine, first + i, ids, new, TOP) for i, ids in enumerate(prompts)))
 
     async def alone(first: int) -> list[Answer]:
-        return [await ask(engine, first + i, ids, new, TOP) for i, ids in enumerate(asked)]
+        return [await ask(engine, first + i, ids, new, TOP) for i, ids in enumerate(asked("solo"))]
 
     answers = {
         "solo": await alone(session),
         "again": await alone(session + 100),
-        "batch": await together(asked, session + 200),
-        "grown": await together(grown, session + 300),
+        "batch": await together(asked("batch"), session + 200),
+        "grown": await together(asked("grown"), session + 300),
     }
     return [
         {"tag": tag, "ids": [a.ids for a in some], "top": [a.top for a in some], "cached": [a.cached for a in some]}
@@ -194,11 +198,11 @@ async def mixed(engine: Any, session: int, count: int, new: int, seed: int) -> d
 
     Half of the prompts are the probes: `answers` holds (probe, ids) of each that was let finish.
     """
-    source, asked = random.Random(seed), probes()
+    source, known = random.Random(seed), probes()
 
     async def one(i: int) -> tuple[int, bool, Answer]:
-        probe = i % len(asked) if i % 2 else -1
-        ids = asked[probe] if probe >= 0 else draw(source.randrange(1, 2000), seed * 1000 + i)
+        probe = i % len(known) if i % 2 else -1
+        ids = known[probe] if probe >= 0 else draw(source.randrange(1, 2000), seed * 1000 + i)
         length = new if probe >= 0 else source.randrange(1, 2 * new)
         cancelled = i % 3 == 2
         await asyncio.sleep(source.random())

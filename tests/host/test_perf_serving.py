@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from compact_state.perf.report import replace_block
-from compact_state.perf.serving import equality, fleet, load, result, tensor_parallel, traffic
+from compact_state.perf.serving import equality, fleet, judge, load, result, tensor_parallel, traffic
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -135,6 +137,24 @@ def test_each_engine_is_examined_as_soon_as_it_serves_and_fails_alone(tmp_path: 
     assert set(found["failed"]) == {"three", "four"}
     assert "out of memory" in found["failed"]["three"]
     assert json.loads((tmp_path / "rounds-one.json").read_text())[0]["ids"] == [[7]]
+
+
+def test_the_judge_measures_each_group_of_prompts_and_evaluates_an_answer_once() -> None:
+    prompts = traffic.asked("solo")
+    assert [len(a) + 30 for a in prompts] == [len(a) for a in traffic.asked("grown")]
+    asked: list[int] = []
+
+    def evaluate(tokens: Sequence[int]) -> torch.Tensor:
+        asked.append(len(tokens))
+        return torch.zeros(len(tokens), 512)
+
+    answers = {"tag": "solo", "ids": [[7, 8]] * 2, "top": [[[[7, 3.0]], [[8, 4.0]]], [[[7, 0.5]], [[8, 0.5]]]]}
+    found = judge.run({"one": [answers], "two": [answers]}, evaluate, save=lambda result: None)
+    # The first prompt is one token, the second three; each is followed by all of the answer but its last token.
+    assert asked == [2, 4]
+    assert found["one"] == found["two"]
+    assert found["one"]["one token"] == {"answers": 1, "rms": round(12.5**0.5, 4), "largest": 4.0}
+    assert found["one"]["longer"] == {"answers": 1, "rms": 0.5, "largest": 0.5}
 
 
 @pytest.mark.parametrize(("model", "passed"), [("fine", True), ("unpatched", False), ("remembers", False)])
