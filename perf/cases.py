@@ -159,8 +159,7 @@ def _decode() -> Iterator[Case]:
         for dtype in STATE_DTYPES:
             for batch in BATCHES:
                 quick = name in ("G1", "Q1") and batch in (1, 64, 256)
-                late = batch not in (1, 8, 64, 256)
-                yield Case(f"{g.kind}_decode", g, workload(f"B{batch}"), dtype, quick=quick, late=late)
+                yield Case(f"{g.kind}_decode", g, workload(f"B{batch}"), dtype, quick=quick)
             for batch in (1, 8, 64, 256):
                 quick = name == "Q1" and batch == 64
                 yield Case(f"{g.kind}_layer_decode", g, workload(f"B{batch}"), dtype, quick=quick)
@@ -223,14 +222,10 @@ def _conv() -> Iterator[Case]:
     for name in ("G1", "G4", "Q1", "Q5"):
         for load in ("1x2048", "1x8192", "1x32768", "8x1024", FLASHKDA_LENGTHS, "ragged64", "1x8192+ckpt512"):
             quick = name == "Q1" and load in ("1x8192", "ragged64")
-            late = name in ("G4", "Q5")
-            yield Case("causal_conv1d_prefill", geometry(name), workload(load), "bfloat16", quick=quick, late=late)
+            yield Case("causal_conv1d_prefill", geometry(name), workload(load), "bfloat16", quick=quick)
         for batch in BATCHES:
             quick = name == "Q1" and batch in (8, 256)
-            late = name in ("G4", "Q5") or batch not in (1, 8, 64, 256)
-            yield Case(
-                "causal_conv1d_decode", geometry(name), workload(f"B{batch}"), "bfloat16", quick=quick, late=late
-            )
+            yield Case("causal_conv1d_decode", geometry(name), workload(f"B{batch}"), "bfloat16", quick=quick)
 
 
 def registry_order(case: Case) -> tuple[object, ...]:

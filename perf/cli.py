@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).resolve().parent / "results" / "h200"
+LOST = 3  # status of a run that could not go on: the device failed
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -23,6 +24,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--base", type=Path, help="results of another commit to compare with afterwards")
     run.add_argument("--turn", type=Path, help="for `all`: say ready at this path, measure when told to")
     run.add_argument("--warm-here", default="", help="for `all`: peers to compile in this process before it is ready")
+    run.add_argument("--resume", action="store_true", help="keep what --out holds of these cases, run the others")
     run.add_argument("--record", help="for `all`: the command to record")
     whole = commands.add_parser(
         "all", help="the whole matrix: peers compile in parallel, then every family is measured"
@@ -33,6 +35,8 @@ def _parser() -> argparse.ArgumentParser:
     whole.add_argument("--total", type=float, default=480.0, help="seconds for everything; what does not fit is named")
     whole.add_argument("--compile-limit", type=float, default=150.0, help="seconds for peers to compile and tune in")
     whole.add_argument("--jobs", type=int, help="processes that compile; one a core by default")
+    whole.add_argument("--peer-cache", type=Path, help="folder for what peers compile and tune: a second run finds it")
+    whole.add_argument("--logs", type=Path, help="folder of one log a process that compiles")
     warm = commands.add_parser("warm", help="compile and tune the peers ahead of a run, in parallel processes")
     warm.add_argument("--jobs", type=int, help="processes; one a core by default")
     warm.add_argument("--here", action="store_true", help="in this process")
@@ -61,6 +65,7 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     from . import run as runner
     from .cases import select
     from .compare import compare, load_set
+    from .matrix import Turn
 
     cases = select(options.op, options.case, options.quick)
     if options.budget is not None:
@@ -72,22 +77,31 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         print("perf run: no CUDA device; allowed: --device cpu, which exercises the harness only", file=sys.stderr)
         return 2
     command = [options.record] if options.record else ["python", "-m", "perf", *arguments]
+    before: dict[str, Any] | None = None
+    by_name = {case.name: case for case in cases}
+    turn = Turn(options.turn) if options.turn else None
+    if options.resume and options.out:
+        before, cases = runner.unfinished(options.out, cases)
+        lost = turn.case.read_text() if turn and turn.case.is_file() else ""
+        if any(case.name == lost for case in cases):
+            before["failures"][lost] = "the process was lost in this case"
+            cases = [case for case in cases if case.name != lost]
     if options.warm_here:
-        from .warm import warm_group
+        from .warm import IN_MEMORY, warm_group
 
-        print("\n".join(warm_group(cases, options.warm_here)), end="")
-        torch.cuda.empty_cache()
+        for name in options.warm_here.split(","):
+            warm_group([case for case in cases if name in IN_MEMORY.get(case.op, ())], name)
+        if options.device == "cuda":
+            torch.cuda.empty_cache()
     cold: dict[tuple[str, str], list[str]] = {}
-    if options.turn:
+    if turn:
         from . import peers
-        from .matrix import Turn
 
         peers.load(options.peers)  # imports take seconds that belong to no turn
         if options.device == "cuda":
             torch.cuda.synchronize()
-        options.budget, cold = Turn(options.turn).wait()
-        cases.sort(key=lambda case: case.late)
-    by_name = {case.name: case for case in cases}
+        options.budget, cold = turn.wait()
+        cases.sort(key=lambda case: (case.late, _compiles(case, cold)))
 
     def save(result: dict[str, Any]) -> list[Path]:
         return runner.write(result, options.out, by_name) if options.out else []
@@ -102,6 +116,8 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         say=lambda text: print(text, flush=True),
         save=save,
         without=lambda case: _cold_peers(case, cold),
+        before=before,
+        begin=lambda case: turn.case.write_text(case.name) if turn else None,
     )
     for path in save(result):
         print(f"wrote {path}")
@@ -116,7 +132,17 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
         print(lines_table(load_results(options.out)))
     print(f"{len(result['rows'])} rows, {len(result['failures'])} failures, {result['environment']['seconds']} s")
+    if any(why.endswith(runner.DEVICE_LOST) for why in result["failures"].values()):
+        return LOST
     return 1 if result["failures"] else 0
+
+
+def _compiles(case: Any, cold: dict[tuple[str, str], list[str]]) -> bool:
+    """Whether a peer that is timed here still has to compile for a case: such cases are run after the others."""
+    from .warm import ON_DISK, TUNING, group_of
+
+    late = set(cold.get(group_of(case), ())) - TUNING
+    return not late.isdisjoint(ON_DISK.get(case.op, ()))
 
 
 def _cold_peers(case: Any, cold: dict[tuple[str, str], list[str]]) -> dict[str, str]:
@@ -139,15 +165,13 @@ def _warm(options: argparse.Namespace) -> int:
     if options.logs:
         options.logs.mkdir(parents=True, exist_ok=True)
     names = peers.wanted(options.peers)
-    return (
-        1 if warm(cases, lambda family: names, options.jobs, lambda text: print(text, flush=True), options.logs) else 0
-    )
+    return 1 if warm(cases, names, options.jobs, lambda text: print(text, flush=True), options.logs) else 0
 
 
 def _all(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     from .cases import select
     from .lines import lines_table
-    from .matrix import measure
+    from .matrix import CACHE, measure
     from .report import load_results
 
     failed = measure(
@@ -160,6 +184,8 @@ def _all(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         compile_limit_s=options.compile_limit,
         jobs=options.jobs,
         command=" ".join(["python", "-m", "perf", *arguments]),
+        cache=(options.peer_cache or CACHE).absolute(),
+        logs=options.logs,
         say=lambda text: print(text, flush=True),
     )
     print(lines_table(load_results(options.out)))

@@ -1,8 +1,8 @@
 """The whole matrix in one command: peers compile in parallel, then one process a family measures, one at a time.
 
-Two kinds of peers: those that keep compiled and tuned kernels on disk are warmed by processes of their own (`warm`); those whose
-compiler keeps them in memory alone (IN_MEMORY) must compile in the process that times them, which does so in the same phase. No
-family is timed before all of that is over, and never two at once.
+Two kinds of peers (`warm.ON_DISK`, `warm.IN_MEMORY`): those that keep compiled and tuned kernels on disk are warmed by processes
+of their own; those whose compiler keeps them in memory alone must compile in the process that times them, which does so in the
+same phase. No family is timed before all of that is over, and never two at once.
 """
 
 from __future__ import annotations
@@ -17,24 +17,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from . import peers
+from . import peers, schema
 from .cases import Case
-from .warm import pattern, warm
+from .run import dump, unfinished
+from .warm import IN_MEMORY, Cold, environment, family_of, pattern, warm
 
-FAMILIES = {
-    "conv": ("conv",),
-    "gdn_prefill": ("gdn_prefill",),
-    "kda_prefill": ("kda_prefill",),
-    "step": ("decode", "verify"),
-}
-COST = {"conv": 0.7, "gdn_prefill": 2.0, "kda_prefill": 1.5, "step": 1.0}  # of a case, relative: how time is shared
-IN_MEMORY = {"gdn_prefill": "flashinfer", "kda_prefill": "cudnn"}
+FAMILIES = ("conv", "step", "gdn_prefill", "kda_prefill")
+COST = {"conv": 0.3, "gdn_prefill": 1.5, "kda_prefill": 1.0, "step": 0.7}  # of a case, relative: how time is shared
 COMPILE_LIMIT_S = 150.0  # what is not warm then is measured without the peers that keep kernels on disk
 START_S = 8.0  # of a family's turn: imports are done, copy bandwidth and matrix rate are not
 PATIENCE_S = 30.0  # for a peer that still compiles when nothing else is left to measure
 GRACE_S = 15.0  # beyond its share, for the case in hand
-
-Cold = dict[tuple[str, str], list[str]]  # by group of `warm`, peers that did not compile in time
+RESTARTS = 2  # of a family whose process was lost, each without the case that lost it
+RESTART_S = 25.0  # a restart needs at least
+CACHE = Path.home() / ".cache" / "compact-state" / "peers"
 
 
 @dataclass
@@ -52,6 +48,11 @@ class Turn:
     def go(self) -> Path:
         """Written by the one who gives turns."""
         return self.stem.with_suffix(".go")
+
+    @property
+    def case(self) -> Path:
+        """Holds the name of the case in hand: the one that a lost process was lost in."""
+        return self.stem.with_suffix(".case")
 
     def wait(self) -> tuple[float, Cold]:
         """Say ready, and wait to be told to go; gives the seconds to measure in and what peers did not compile.
@@ -82,16 +83,24 @@ class Family:
     cases: list[Case]
     turn: Turn
     arguments: list[str] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
     process: subprocess.Popen[bytes] | None = None
 
-    def start(self, peer_names: Sequence[str]) -> None:
+    @property
+    def in_memory(self) -> tuple[str, ...]:
+        """Peers that compile in the process that measures."""
+        return tuple(dict.fromkeys(name for case in self.cases for name in IN_MEMORY.get(case.op, ())))
+
+    def start(self, peer_names: Sequence[str], *more: str, compile_here: bool = True) -> None:
         """Start the process that measures, beside these peers; one that still runs is ended."""
         self.stop()
-        kept = IN_MEMORY.get(self.name)
-        more = ["--peers", ",".join(peer_names) or "none", *(["--warm-here", kept] if kept in peer_names else [])]
+        for path in (self.turn.ready, self.turn.go):
+            path.unlink(missing_ok=True)
+        here = [name for name in self.in_memory if name in peer_names] if compile_here else []
+        added = ["--peers", ",".join(peer_names) or "none", *(["--warm-here", ",".join(here)] if here else []), *more]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "compact_state.perf", "run", *self.arguments, *more],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            [sys.executable, "-m", "compact_state.perf", "run", *self.arguments, *added],
+            env={**os.environ, **self.environment, "OMP_NUM_THREADS": "1"},
         )
 
     def stop(self) -> None:
@@ -110,8 +119,8 @@ class Family:
 def by_family(cases: Sequence[Case], folder: Path) -> list[Family]:
     """Families that have cases, in the order they are measured when all are ready."""
     found = []
-    for name, files in FAMILIES.items():
-        chosen = [case for case in cases if case.file in files]
+    for name in FAMILIES:
+        chosen = [case for case in cases if family_of(case) == name]
         if chosen:
             found.append(Family(name, chosen, Turn(folder / name)))
     return found
@@ -128,6 +137,8 @@ def measure(
     compile_limit_s: float = COMPILE_LIMIT_S,
     jobs: int | None = None,
     command: str = "",
+    cache: Path = CACHE,
+    logs: Path | None = None,
     say: Callable[[str], None] = print,
 ) -> list[str]:
     """Measure cases into `out`, one file a family; gives the families whose process failed.
@@ -139,30 +150,49 @@ def measure(
             and say so.
         jobs: processes of the compile phase.
         command: what to record as the command.
+        cache: folder in which peers keep what they compile and tune: a second run finds it there.
+        logs: folder of what the compiling processes say.
     """
     began = time.monotonic()
     wanted = peers.wanted(peer_names)
+    for case in cases:
+        (out / f"{case.file}.json").unlink(missing_ok=True)  # a row of another run must not pass for one of this
+    if logs is not None:
+        logs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:
         families = by_family(cases, Path(temporary))
-        for family in families:
-            family.arguments = ["--case", pattern(family.cases), "--device", device, "--out", str(out)]
-            family.arguments += ["--turn", str(family.turn.stem), "--record", command]
-            family.arguments += ["--commit", commit] if commit else []
-            family.start(wanted)
-        on_disk = {name: [peer for peer in wanted if peer != IN_MEMORY.get(name)] for name in FAMILIES}
-        cold = warm(cases, on_disk.__getitem__, jobs, say, limit_s=compile_limit_s)
-        say(f"peers compiled and tuned in {time.monotonic() - began:.0f} s; cold: {cold or 'none'}")
         try:
-            return _give_turns(families, began + total_s, cold, wanted, say)
+            for family in families:
+                family.arguments = ["--case", pattern(family.cases), "--device", device, "--out", str(out)]
+                family.arguments += ["--turn", str(family.turn.stem), "--record", command]
+                family.arguments += ["--commit", commit] if commit else []
+                family.environment = environment(cache, family.name)
+                family.start(wanted)
+            cold = warm(cases, wanted, jobs, say, logs, compile_limit_s, cache)
+            compiled_s = time.monotonic() - began
+            say(f"peers compiled and tuned in {compiled_s:.0f} s; cold: {cold or 'none'}")
+            failed = _give_turns(families, out, began + total_s, cold, wanted, say)
         finally:
             for family in families:
                 family.stop()
+    _stamp(out, cases, {"compile_s": round(compiled_s, 1), "command_s": round(time.monotonic() - began, 1)})
+    return failed
+
+
+def _stamp(out: Path, cases: Sequence[Case], times: dict[str, float]) -> None:
+    """Add to every file's environment how long the whole command took."""
+    for stem in sorted({case.file for case in cases}):
+        path = out / f"{stem}.json"
+        if path.is_file():
+            result = schema.load(path)
+            result["environment"] |= times
+            path.write_text(dump(result))
 
 
 def _next(families: Sequence[Family], wanted: Sequence[str], say: Callable[[str], None]) -> Family:
     """The first family that is ready: one may still compile while another is measured, which the GPU hardly feels.
 
-    When all that are left still compile, the first one starts again without the peer it waits for.
+    When all that are left still compile, the first one starts again without the peers it waits for.
     """
     began = time.monotonic()
     while time.monotonic() - began < PATIENCE_S:
@@ -171,36 +201,51 @@ def _next(families: Sequence[Family], wanted: Sequence[str], say: Callable[[str]
                 return family
         time.sleep(0.1)
     slow = families[0]
-    say(f"{slow.name}: without {IN_MEMORY.get(slow.name)}, which still compiles")
-    slow.start([name for name in wanted if name != IN_MEMORY.get(slow.name)])
+    say(f"{slow.name}: without {', '.join(slow.in_memory)}, which still compiles")
+    slow.start([name for name in wanted if name not in slow.in_memory])
     while not slow.is_ready:
         time.sleep(0.1)
     return slow
 
 
+def _turn(family: Family, share: float, limit: float, cold: Cold) -> int:
+    """Let a family measure; its process's status, -1 where it had to be ended."""
+    assert family.process is not None
+    family.turn.give(max(share, 1.0) + START_S, cold)
+    try:
+        return family.process.wait(max(min(share + START_S + GRACE_S, limit), 1.0))
+    except subprocess.TimeoutExpired:
+        family.stop()
+        return -1
+
+
 def _give_turns(
     families: Sequence[Family],
+    out: Path,
     deadline: float,
     cold: Cold,
     wanted: Sequence[str],
     say: Callable[[str], None],
 ) -> list[str]:
     failed = []
-    left = list(families)
-    while left:
-        family = _next(left, wanted, say)
-        assert family.process is not None
-        weights = {other.name: len(other.cases) * COST[other.name] for other in left}
+    waiting = list(families)
+    while waiting:
+        family = _next(waiting, wanted, say)
+        weights = {other.name: len(other.cases) * COST[other.name] for other in waiting}
         remaining = deadline - time.monotonic()
-        share = (remaining - START_S * len(left)) * weights[family.name] / sum(weights.values())
-        left.remove(family)
+        share = (remaining - START_S * len(waiting)) * weights[family.name] / sum(weights.values())
+        waiting.remove(family)
         began = time.monotonic()
-        family.turn.give(max(share, 1.0) + START_S, cold)
-        try:
-            status = family.process.wait(max(min(share + START_S + GRACE_S, remaining), 1.0))
-        except subprocess.TimeoutExpired:
-            family.stop()
-            status = -1
+        status = _turn(family, share, remaining, cold)
+        for _ in range(RESTARTS):
+            spent = time.monotonic() - began
+            if status == -1 or share - spent < RESTART_S or not unfinished(out, family.cases)[1]:
+                break
+            say(f"{family.name}: status {status}, goes on with the cases that were not run")
+            family.start(wanted, "--resume", compile_here=False)
+            while not family.is_ready:
+                time.sleep(0.1)
+            status = _turn(family, share - spent, deadline - time.monotonic(), cold)
         if status:
             failed.append(family.name)
         say(f"{family.name}: status {status}, {time.monotonic() - began:.0f} s of {share + START_S:.0f}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,9 +24,11 @@ from .timing import GraphTimer, Timer, Timings, WallTimer, host_microseconds
 GPU_POOL_BYTES = 4 * 2**30
 SHARED_ROWS = 32768  # the longest prefill of the registry
 CPU_POOL_BYTES = 64 * 2**20
-SAVE_EVERY = 16
+SAVE_EVERY_S = 3.0
 HOST_CALLS = 16  # of a batch whose Python time is taken
 HOST_DEVICE_US = 3000.0  # device time of such a batch at most
+NOT_RUN = "not run: "  # begins what `failures` says of a case that was not reached
+DEVICE_LOST = "the device failed in a case before"
 FIXED_COST_BYTES = 2**16  # below it a launch's fixed cost is all there is, and a floor of bytes says nothing
 
 BENCHES = {
@@ -156,11 +159,16 @@ def run(
     say: Callable[[str], None] = print,
     save: Callable[[dict[str, Any]], object] = lambda result: None,
     without: Callable[[Case], Mapping[str, str]] = lambda case: {},
+    before: Mapping[str, Any] | None = None,
+    begin: Callable[[Case], object] = lambda case: None,
 ) -> dict[str, Any]:
     """Run cases in order and give a result of the schema. A case that fails is named in `failures` and the rest go on.
 
+    After a failure that leaves the device unusable no further case is run.
+
     budget_s: after this many seconds the remaining cases are named as skipped. save: called with the result so far every
-    SAVE_EVERY rows, so that a run that is ended early leaves what it has. without: peers that a case has to do without, and why.
+    SAVE_EVERY_S seconds, so that a run that is ended early leaves what it has. without: peers that a case has to do without,
+    and why. before: a result that this one goes on from: its rows and failures stay. begin: called before every case.
     """
     began, clock = time.monotonic(), Clock()
     with clock.phase("start"):
@@ -175,12 +183,14 @@ def run(
     gates = {name: tuple(found) for name, found in sets.items()}
     ws = Workspace(device, GPU_POOL_BYTES, SHARED_ROWS, gates) if cuda else Workspace(device, CPU_POOL_BYTES)
     timer: Timer = GraphTimer() if cuda else WallTimer()
-    rows: list[dict[str, Any]] = []
-    failures: dict[str, str] = {}
+    rows: list[dict[str, Any]] = list(before["rows"]) if before else []
+    failures: dict[str, str] = dict(before["failures"]) if before else {}
+    saved = time.monotonic()
     for number, case in enumerate(cases):
         if budget_s is not None and time.monotonic() - began > budget_s:
-            failures |= {late.name: "not run: time budget" for late in cases[number:]}
+            failures |= {late.name: f"{NOT_RUN}time budget" for late in cases[number:]}
             break
+        begin(case)
         try:
             start = time.monotonic()
             absent = without(case)
@@ -195,14 +205,44 @@ def run(
         except Exception as error:
             failures[case.name] = f"{type(error).__name__}: {str(error)[:400]}"
             say(f"{case.name}: FAILED {failures[case.name]}")
+            if cuda and not _device_works():
+                failures |= {late.name: f"{NOT_RUN}{DEVICE_LOST}" for late in cases[number + 1 :]}
+                break
             continue
         say(describe(rows[-1]))
-        if len(rows) % SAVE_EVERY == 0:
-            save({"environment": env, "rows": rows, "failures": failures})
+        if time.monotonic() - saved > SAVE_EVERY_S:
+            left = {late.name: f"{NOT_RUN}the run was ended" for late in cases[number + 1 :]}
+            env["seconds"] = round(time.monotonic() - began, 1)
+            save({"environment": env, "rows": rows, "failures": failures | left})
+            saved = time.monotonic()
     env["clocks"] |= {"end": environment.clocks()} if cuda else {}
     env["seconds_by_phase"] = {name: round(seconds, 1) for name, seconds in clock.seconds.items()}
     env["seconds"] = round(time.monotonic() - began, 1)
     return {"environment": env, "rows": rows, "failures": failures}
+
+
+def _device_works() -> bool:
+    """Whether the device still runs work: an illegal access, of a peer's kernel for one, ends all use of it by this process."""
+    try:
+        torch.cuda.synchronize()
+        return bool(torch.ones(1, device="cuda").sum().item() == 1.0)
+    except RuntimeError:
+        return False
+
+
+def unfinished(out: Path, cases: Sequence[Case]) -> tuple[dict[str, Any], list[Case]]:
+    """What a folder already holds of these cases, as one result without an environment, and the cases that were not run."""
+    names = {case.name for case in cases}
+    rows: list[dict[str, Any]] = []
+    failures: dict[str, str] = {}
+    for stem in sorted({case.file for case in cases}):
+        if (out / f"{stem}.json").is_file():
+            found = schema.load(out / f"{stem}.json")
+            rows += [row for row in found["rows"] if row.get("case") in names]
+            failed = found.get("failures", {})
+            failures |= {n: why for n, why in failed.items() if n in names and not why.startswith(NOT_RUN)}
+    done = {row["case"] for row in rows} | failures.keys()
+    return {"rows": rows, "failures": failures}, [case for case in cases if case.name not in done]
 
 
 def describe(row: dict[str, Any]) -> str:
@@ -231,7 +271,11 @@ def write(result: dict[str, Any], out: Path, by_case: dict[str, Case]) -> list[P
     for path, content in targets.items():
         schema.validate(content)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(dump(content))
+        fresh = path.with_name(
+            f".{path.name}.{os.getpid()}"
+        )  # a reader, and a run that is killed, sees whole files only
+        fresh.write_text(dump(content))
+        os.replace(fresh, path)
     return list(targets)
 
 

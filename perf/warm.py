@@ -1,7 +1,9 @@
-"""Peers compiled and tuned ahead of a run: one process a group of cases, several at once.
+"""Peers compiled and tuned ahead of a run: one process for a peer and a group of cases, several at once.
 
-FlashInfer builds CUDA sources at first call, FLA and lmdeploy compile and tune Triton kernels; all keep what they made on disk,
-so that a run which comes after finds it there. Tuning here shares the GPU among the processes.
+FlashInfer's GDN kernels, FLA and lmdeploy keep what they compiled on disk, in the folder of `environment`, so that a run which
+comes after finds it there. FLA's tuner tries every configuration on the first geometry of a family; on the others FLA takes what
+it chose there (its own cache of configurations, in which numbers of heads need not agree), else tuning takes longer than all
+the rest. Tuning shares the GPU among the processes.
 """
 
 from __future__ import annotations
@@ -24,13 +26,83 @@ from typing import Any
 from .cases import Case
 
 POOL_BYTES = 2**29
-FIRST = ("Q1", "G1")
+FIRST = ("Q1", "G1", "G4")  # tuned by themselves: G4's gate runs other kernels than G1's
 TUNING = {
     "fla",
     "lmdeploy",
-}  # peers that tune Triton kernels for long; without them in time a case is measured without them
-COMPILE_THREADS = 4
+}  # peers that tune for long; without them in time a case is measured without them
+COMPILE_THREADS = 8
 DONE = "warm: "  # begins the line by which a process says that a peer is done
+
+# Peers with a kernel for an operator, by where they keep what they compiled: on disk for all processes, or in their own memory.
+ON_DISK = {
+    "gdn_decode": ("flashinfer", "lmdeploy"),
+    "gdn_verify": ("flashinfer", "lmdeploy"),
+    "gdn_layer_decode": ("lmdeploy",),
+    "gdn_prefill": ("fla", "lmdeploy"),
+    "kda_prefill": ("fla",),
+    "causal_conv1d_prefill": ("lmdeploy",),
+    "causal_conv1d_decode": ("lmdeploy",),
+}
+IN_MEMORY = {
+    "gdn_prefill": ("flashinfer",),
+    "kda_prefill": ("cudnn",),
+    "kda_decode": ("flashinfer",),
+    "kda_verify": ("flashinfer",),
+}
+
+Group = tuple[str, str]  # family, geometry with drafts
+Unit = tuple[str, str, str]  # and peer
+Cold = dict[Group, list[str]]  # peers that did not compile in time
+
+
+def environment(folder: Path, family: str) -> dict[str, str]:
+    """Variables that make peers keep what they compile and tune in `folder`; those that are set already stand."""
+    wanted = {
+        "TRITON_CACHE_DIR": folder / "triton",
+        "TILELANG_CACHE_DIR": folder / "tilelang",
+        "FLASHINFER_WORKSPACE_BASE": folder,
+        "FLA_CONFIG_DIR": folder / "fla" / family,
+        "FLA_CACHE_MODE": "fuzzy",
+    }
+    return {name: os.environ.get(name, str(value)) for name, value in wanted.items()}
+
+
+def family_of(case: Case) -> str:
+    """The family of cases that one process measures."""
+    return "step" if case.file in ("decode", "verify") else case.file
+
+
+def group_of(case: Case) -> Group:
+    """What a case's peers are compiled with: its family and geometry (verify: and drafts, for which there are other kernels)."""
+    drafts = f":T{case.workload.lengths[0]}" if case.op.endswith("_verify") else ""
+    return family_of(case), case.geometry.id + drafts
+
+
+def units(cases: Sequence[Case], peer_names: Sequence[str]) -> dict[Unit, list[Case]]:
+    """What is to be warmed, the most urgent first: cases by peer that keeps kernels on disk, one gate set of each workload."""
+    found: dict[Unit, dict[object, Case]] = {}
+    for case in sorted(cases, key=_urgency):
+        for name in ON_DISK.get(case.op, ()):
+            if name in peer_names:
+                alike = (case.op, case.workload.name, case.state_dtype)  # accepted counts and gates change no kernel
+                found.setdefault((*group_of(case), name), {}).setdefault(alike, case)
+    return {unit: list(chosen.values()) for unit, chosen in found.items()}
+
+
+def _urgency(case: Case) -> int:
+    """Order in which cases are warmed: first geometries, for which others wait, then what compiles longest."""
+    if case.geometry.id in FIRST and case.op.endswith("prefill"):
+        return 0
+    return 1 if case.op.endswith("_verify") else 2
+
+
+def _waits_for(unit: Unit, of: Sequence[Unit]) -> Unit | None:
+    """The unit whose tuned configurations this one takes over: the same peer on the first geometry of the family."""
+    family, geometry, peer = unit
+    if peer not in TUNING or not family.endswith("prefill") or geometry in FIRST:
+        return None
+    return next((other for other in of if other[::2] == (family, peer) and other[1] in FIRST), None)
 
 
 def warm_group(cases: Sequence[Case], peer_names: str) -> list[str]:
@@ -55,19 +127,31 @@ def warm_group(cases: Sequence[Case], peer_names: str) -> list[str]:
             failures.append(f"{what}: {type(error).__name__}: {str(error)[:160]}")
             return None
 
-    adapters, _ = peers.load(peer_names)
+    adapters, status = peers.load(peer_names)
+    failures += [f"{name}: {status[name]}" for name in peer_names.split(",") if name in status and name not in adapters]
     for name, adapter in adapters.items():
         for case in cases:
             bench = importlib.import_module(f".{BENCHES[case.op]}", __package__)
             with torch.no_grad():
                 prepared = attempt(case.name, functools.partial(bench.prepare, case, ws, {name: adapter}))
+                if prepared is not None and name in prepared.missing:
+                    failures.append(f"{case.name}: {prepared.missing[name]}")
                 for contender in prepared.contenders if prepared is not None else ():
                     if not contender.name.startswith(("ours", "slab_copy")):
                         attempt(f"{case.name} {contender.name}", contender.launches[0])
             if device.type == "cuda":
                 torch.cuda.synchronize()
+        if name in TUNING and os.environ.get("FLA_CONFIG_DIR"):
+            attempt("tuned configurations", functools.partial(_keep_tuned, Path(os.environ["FLA_CONFIG_DIR"])))
         print(f"{DONE}{name}", flush=True)
     return failures
+
+
+def _keep_tuned(folder: Path) -> None:
+    from .peers.flash_linear_attention import keep_tuned
+
+    if "fla" in sys.modules:
+        keep_tuned(folder)
 
 
 def _compile_configs_together() -> None:
@@ -97,92 +181,78 @@ def _compile_configs_together() -> None:
     Autotuner.prune_configs = prune_and_compile
 
 
-def group_of(case: Case) -> tuple[str, str]:
-    """What a case's peers are compiled with: its family and geometry (verify: and drafts, for which there are other kernels)."""
-    drafts = f":T{case.workload.lengths[0]}" if case.op.endswith("_verify") else ""
-    return "step" if case.file in ("decode", "verify") else case.file, case.geometry.id + drafts
-
-
-def _urgency(case: Case) -> int:
-    """Order in which groups are warmed: what is compared most first, other geometries of prefill, which take longest, last."""
-    if case.geometry.id in FIRST:
-        return 0 if "prefill" in case.file else 1
-    return 3 if "prefill" in case.file else 2
-
-
-def groups(cases: Sequence[Case]) -> dict[tuple[str, str], list[Case]]:
-    """Cases by `group_of`, the most urgent first."""
-    found: dict[tuple[str, str], list[Case]] = {}
-    for case in sorted(cases, key=_urgency):
-        found.setdefault(group_of(case), []).append(case)
-    return found
-
-
 def warm(
     cases: Sequence[Case],
-    peers_of: Callable[[str], Sequence[str]],
+    peer_names: Sequence[str],
     jobs: int | None = None,
     say: Callable[[str], None] = print,
     logs: Path | None = None,
     limit_s: float = math.inf,
-) -> dict[tuple[str, str], list[str]]:
-    """Warm all groups in at most `jobs` processes; gives by group the peers that failed or were not done in time.
+    cache: Path | None = None,
+) -> Cold:
+    """Warm all units in at most `jobs` processes; gives by group the peers that failed or were not done in time.
 
     Args:
-        peers_of: names of the peers to warm for a family ("step", "conv", "gdn_prefill", "kda_prefill"); none: it is left out.
+        peer_names: peers to warm; those that keep kernels in memory are left to the process that times them.
         jobs: processes, one a core by default.
         logs: folder of one log a process.
         limit_s: seconds after which what still runs is ended.
+        cache: folder for what peers keep on disk; by default wherever each of them does by itself.
     """
-    by_group = groups(cases)
-    waiting = [key for key in by_group if peers_of(key[0])]
-    cold = {key: list(peers_of(key[0])) for key in waiting}
-    running: dict[tuple[str, str], tuple[subprocess.Popen[str], float]] = {}
+    left = units(cases, peer_names)
+    cold = set(left)
+    running: dict[Unit, tuple[subprocess.Popen[str], float]] = {}
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
         folder = logs or Path(temporary)
 
-        def log(key: tuple[str, str]) -> Path:
-            return folder / f"{key[0]}-{re.sub(r'[/:]', '_', key[1])}.log"
+        def log(unit: Unit) -> Path:
+            return folder / f"{re.sub(r'[/:]', '_', '-'.join(unit))}.log"
 
-        def note(key: tuple[str, str]) -> None:
-            done = set(re.findall(rf"^{DONE}(\w+)$", log(key).read_text(), re.MULTILINE))
-            cold[key] = [name for name in cold[key] if name not in done]
+        def note(unit: Unit) -> str:
+            text = log(unit).read_text()
+            if re.search(rf"^{DONE}{unit[2]}$", text, re.MULTILINE):
+                cold.discard(unit)
+            return text
 
+        def start(unit: Unit) -> subprocess.Popen[str]:
+            command = [sys.executable, "-m", "compact_state.perf", "warm", "--here"]
+            command += ["--case", pattern(left[unit]), "--peers", unit[2]]
+            more = environment(cache, unit[0]) if cache is not None else {}
+            with log(unit).open("w") as out:
+                return subprocess.Popen(
+                    command,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    env={**os.environ, **more, "OMP_NUM_THREADS": "1"},
+                )
+
+        waiting = list(left)
         while (waiting or running) and time.monotonic() - began < limit_s:
-            while waiting and len(running) < (jobs or os.cpu_count() or 1):
-                key = waiting.pop(0)
-                command = [
-                    "nice",
-                    "-n",
-                    str(5 * _urgency(by_group[key][0])),
-                    sys.executable,
-                    "-m",
-                    "compact_state.perf",
-                ]
-                command += ["warm", "--here", "--case", pattern(by_group[key]), "--peers", ",".join(peers_of(key[0]))]
-                with log(key).open("w") as out:
-                    process = subprocess.Popen(
-                        command,
-                        stdout=out,
-                        stderr=subprocess.STDOUT,
-                        text=True,
-                        env={**os.environ, "OMP_NUM_THREADS": "1"},
-                    )
-                running[key] = process, time.monotonic()
+            unfinished = [*waiting, *running]
+            ready = [unit for unit in waiting if _waits_for(unit, unfinished) is None]
+            for unit in ready[: max(0, (jobs or os.cpu_count() or 1) - len(running))]:
+                waiting.remove(unit)
+                running[unit] = start(unit), time.monotonic()
             time.sleep(0.1)
-            for key, (process, start) in list(running.items()):
+            for unit, (process, started) in list(running.items()):
                 if process.poll() is not None:
-                    del running[key]
-                    note(key)
-                    took = time.monotonic() - start
-                    status = f"status {process.returncode}, cold: {', '.join(cold[key]) or 'none'}"
-                    say(f"{time.monotonic() - began:6.1f} s  {':'.join(key)} took {took:.1f} s, {status}")
-        for key, (process, _) in running.items():
+                    del running[unit]
+                    text = note(unit)
+                    took = (
+                        f"{time.monotonic() - began:6.1f} s  {':'.join(unit)} took {time.monotonic() - started:.1f} s"
+                    )
+                    say(f"{took}, status {process.returncode}{'' if unit not in cold else ', cold: ' + text[-400:]}")
+        for unit, (process, _) in running.items():
             process.kill()
             process.wait()
-            note(key)
-    return {key: names for key, names in cold.items() if names}
+            note(unit)
+    late: Cold = {}
+    for family, geometry, peer in left:
+        if (family, geometry, peer) in cold:
+            late.setdefault((family, geometry), []).append(peer)
+    return late
 
 
 def pattern(cases: Sequence[Case]) -> str:

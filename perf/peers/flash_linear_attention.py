@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib
-from collections.abc import Callable
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -52,3 +58,44 @@ def prefill(p: DeltaProblem, cu: torch.Tensor) -> dict[str, PeerCall]:
         return launch
 
     return {"fla": PeerCall(make, in_place=True, states=False)}
+
+
+def _tuners() -> Iterator[Any]:
+    """FLA's kernels that read its cache of configurations, in the modules that are loaded."""
+    from fla.ops.utils.cache import CachedAutotuner
+
+    seen: set[int] = set()
+    for name, module in list(sys.modules.items()):
+        for value in list(vars(module).values()) if name.startswith("fla.") and module is not None else ():
+            while not isinstance(value, CachedAutotuner) and hasattr(value, "fn"):
+                value = value.fn  # heuristics stand around a tuner
+            if isinstance(value, CachedAutotuner) and id(value) not in seen:
+                seen.add(id(value))
+                yield value
+
+
+def keep_tuned(folder: Path) -> None:
+    """Write what FLA's tuner chose in this process into `folder`, in the form in which FLA reads it (FLA_CONFIG_DIR).
+
+    What other processes wrote stays.
+    """
+    from fla.ops.utils.cache import AutotuneKey
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for tuner in _tuners():
+            path = folder / f"{tuner.kernel_name}.json"
+            known = json.loads(path.read_text())["autotune_entries"] if path.is_file() else {}
+            for key, config in tuner.cache.items():
+                chosen = {
+                    name: getattr(config, name, None)
+                    for name in ("kwargs", "num_warps", "num_stages", "num_ctas", "maxnreg", "ir_override")
+                }
+                entry = {"autotune_key": AutotuneKey.normalize_autotune_key(key), "config": chosen}
+                known.setdefault(AutotuneKey.key_hash(key), entry)
+            if known:
+                text = json.dumps({"kernel_name": tuner.kernel_name, "autotune_entries": known}, indent=1)
+                fresh = path.with_suffix(".new")
+                fresh.write_text(text)
+                os.replace(fresh, path)
