@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from ..cute_kernels.compile import shared_library
-from ..cute_kernels.compile.build import build_entry, rejection
+from ..cute_kernels.compile.build import build_entry, link_objects, rejection
 from ..cute_kernels.compile.cache import digest_of, dsl_available
-from ..cute_kernels.compile.fingerprint import TARGET, compiler_version
+from ..cute_kernels.compile.fingerprint import TARGET
 from ..cute_kernels.compile.manifest import Entry, manifest
 
 
@@ -72,5 +72,4 @@ def link_candidates(candidates: Iterable[Entry], out: Path, jobs: int) -> Path:
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(max(1, jobs), mp_context=context) as pool:
         objects = [path for path, _ in pool.map(build_entry, unique.values())]
-    symbols = {symbol: digest_of(entry.kernel_file, entry.key) for symbol, entry in unique.items()}
-    return shared_library.link(objects, out, {"symbols": symbols, "target": TARGET, "compiler": compiler_version()})
+    return link_objects(list(zip(unique.values(), objects)), out)

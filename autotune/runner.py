@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ..cute_kernels.compile.cache import machine_code
 from ..cute_kernels.compile.manifest import Entry
 from ..cute_kernels.configs import tables
 from ..perf import environment
@@ -186,8 +187,14 @@ def tune(
             sweep.trials += known
             bars.advance(task)
     described = _environment(device, commit, tuple(command)) | facts
-    _write(sweep, space, out or tables.SHIPPED, described, facts, threshold)
+    _write(sweep, space, out or tables.SHIPPED, described, facts, threshold, _code(space, every))
     return sweep
+
+
+def _code(space: Space, keys: Mapping[str, Key]) -> dict[str, str]:
+    """Hashes of the instructions of the kernels that are built, by symbol."""
+    found = {symbol: machine_code(space.kernel, key) for symbol, key in keys.items()}
+    return {symbol: code for symbol, code in found.items() if code is not None}
 
 
 def assemble(
@@ -209,8 +216,10 @@ def assemble(
     space = space_of(op)
     if not journal.is_file():
         raise TuneError(f"{journal}: no such file")
+    code: dict[str, str] = {}
     if journal.suffix == ".json":
         table = tables.read(journal, space.kernel)
+        code = table.get("code", {})
         known = {name: table["environment"].get(name) for name in _facts(space)}
         environment_facts = table["environment"] | (environment_facts or {})
         trials = [store.trial_of(row, space.kernel, known) for row in table["timings"]]
@@ -221,17 +230,23 @@ def assemble(
     sweep = Sweep(space.kernel, trials=trials, resumed=len({trial.case for trial in trials}))
     facts = trials[0].facts
     described = {"commit": environment.commit()} | (environment_facts or {}) | facts
-    _write(sweep, space, out or tables.SHIPPED, described, facts, threshold)
+    _write(sweep, space, out or tables.SHIPPED, described, facts, threshold, code)
     return sweep
 
 
 def _write(
-    sweep: Sweep, space: Space, out: Path, described: dict[str, Any], facts: dict[str, Any], threshold: float
+    sweep: Sweep,
+    space: Space,
+    out: Path,
+    described: dict[str, Any],
+    facts: dict[str, Any],
+    threshold: float,
+    code: dict[str, str],
 ) -> None:
     if not any(trial.us for trial in sweep.trials):
         return
     path = out / tables.folder_of(str(described["device"])) / f"{space.kernel}.json"
-    trials = store.merged(path, space, sweep.trials, facts)
-    table = store.table_of(space, trials, described, threshold)
+    trials, known = store.merged(path, space, sweep.trials, facts)
+    table = store.table_of(space, trials, described, threshold, known | code)
     store.write(path, table)
     sweep.table, sweep.entries = path, table["entries"]

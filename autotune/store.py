@@ -123,29 +123,36 @@ def trial_of(row: dict[str, Any], kernel: str, facts: dict[str, Any]) -> Trial:
     )  # fmt: skip
 
 
-def merged(path: Path, space: Space, trials: Sequence[Trial], facts: dict[str, Any]) -> list[Trial]:
-    """`trials`, and those of other cases that the file at `path` holds under the same facts."""
+def merged(
+    path: Path, space: Space, trials: Sequence[Trial], facts: dict[str, Any]
+) -> tuple[list[Trial], dict[str, str]]:
+    """`trials`, and those of other cases that the file at `path` holds under the same facts, with its hashes of code."""
     try:
         table = tables.read(path, space.kernel)
         if any(table["environment"].get(name) != value for name, value in facts.items()):
-            return list(trials)
+            return list(trials), {}
         old = [trial_of(row, space.kernel, facts) for row in table["timings"]]
     except (tables.TableError, KeyError, TypeError):
-        return list(trials)
+        return list(trials), {}
     fresh = {trial.case for trial in trials}
-    return [trial for trial in old if trial.case not in fresh] + list(trials)
+    return [trial for trial in old if trial.case not in fresh] + list(trials), table.get("code", {})
 
 
 def table_of(
-    space: Space, trials: Sequence[Trial], environment: dict[str, Any], threshold: float = THRESHOLD
+    space: Space,
+    trials: Sequence[Trial],
+    environment: dict[str, Any],
+    threshold: float = THRESHOLD,
+    code: dict[str, str] | None = None,
 ) -> dict[str, Any]:
-    """A table of all trials."""
+    """A table of all trials. code: hashes of the kernels' instructions by symbol."""
     return {
         "format": tables.FORMAT,
         "kernel": space.kernel,
         "environment": environment,
         "threshold": threshold,
         "entries": entries(space, trials, threshold),
+        "code": code or {},
         "timings": [_timing(trial) for trial in sorted(trials, key=lambda trial: trial.case)],
     }
 

@@ -19,6 +19,7 @@ from ..errors import CompileError
 from . import shared_library
 from .cache import _build_object, _is_whole, digest_of, object_path
 from .fingerprint import TARGET, compiler_version
+from .machine_code import code_hash
 from .manifest import Entry, manifest
 from .report import ResourceReport, compile_with_report
 
@@ -76,6 +77,14 @@ def build_all(entries: Sequence[Entry], jobs: int, progress: bool = True) -> lis
     return results
 
 
+def link_objects(built: Sequence[tuple[Entry, Path]], out: Path) -> Path:
+    """One shared library of entries and their object files, with its index. Raises CompileError."""
+    symbols = {entry.key.symbol(): digest_of(entry.kernel_file, entry.key) for entry, _ in built}
+    code = {entry.key.symbol(): code_hash(path) for entry, path in built}
+    index = {"symbols": symbols, "code": code, "target": TARGET, "compiler": compiler_version()}
+    return shared_library.link([path for _, path in built], out, index)
+
+
 def build(out: Path | None, shared: bool, only: str = "", jobs: int | None = None, progress: bool = True) -> bool:
     """Build the manifest (or the symbols that match `only`), print its report; whether all of it is within budget.
 
@@ -102,9 +111,7 @@ def build(out: Path | None, shared: bool, only: str = "", jobs: int | None = Non
         out.mkdir(parents=True, exist_ok=True)
         (out / "report.json").write_text(json.dumps(report, indent=1, sort_keys=True))
         if shared:
-            symbols = {entry.key.symbol(): digest_of(entry.kernel_file, entry.key) for entry, _, _ in results}
-            index = {"symbols": symbols, "target": TARGET, "compiler": compiler_version()}
-            shared_library.link([path for _, path, _ in results], out, index)
+            link_objects([(entry, path) for entry, path, _ in results], out)
         else:
             for _, path, _ in results:
                 shutil.copy2(path, out)

@@ -25,6 +25,7 @@ import platformdirs
 from ..errors import BackendUnavailableError, CompileCacheError
 from . import shared_library
 from .fingerprint import PACKAGE_ROOT, TARGET, cache_digest, object_digest, source_fingerprint
+from .machine_code import code_hash
 from .report import REMARKS
 
 
@@ -126,6 +127,15 @@ def object_path(kernel_file: str, key: KernelKey) -> Path:
 def digest_of(kernel_file: str, key: KernelKey) -> str:
     """The specialisation's identity as recorded in a shared library's index."""
     return object_digest(_source(kernel_file), key.symbol(), key)
+
+
+def machine_code(kernel_file: str, key: KernelKey) -> str | None:
+    """Hash of a specialisation's instructions where it is built already, in the prebuilt library or in the cache folder."""
+    linked = shared_library.code_of(key.symbol(), digest_of(kernel_file, key))
+    if linked is not None:
+        return linked
+    path = object_path(kernel_file, key)
+    return code_hash(path) if _is_whole(path) else None
 
 
 def _is_whole(path: Path) -> bool:

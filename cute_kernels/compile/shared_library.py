@@ -35,7 +35,7 @@ def describe() -> str:
 
 
 def link(objects: Iterable[Path], out: Path, index: dict[str, Any]) -> Path:
-    """Link object files into `out/LIBRARY` beside its index {"symbols": {symbol: digest}, …}."""
+    """Link object files into `out/LIBRARY` beside its index {"symbols": {symbol: digest}, "code": {symbol: hash}, …}."""
     from cutlass.cute.runtime import find_runtime_libraries
 
     out.mkdir(parents=True, exist_ok=True)
@@ -67,11 +67,13 @@ def _preload_runtime() -> None:
 
 
 @functools.cache
-def _open(path: Path) -> tuple[Any, dict[str, str]]:
+def _open(path: Path) -> tuple[Any, dict[str, str], dict[str, str]]:
     index: dict[str, str] = {}
+    code: dict[str, str] = {}
     module: Any = None
     try:
-        index = json.loads((path / INDEX).read_text())["symbols"]
+        content = json.loads((path / INDEX).read_text())
+        index, code = content["symbols"], content.get("code", {})
         _preload_runtime()
         import tvm_ffi
 
@@ -79,7 +81,7 @@ def _open(path: Path) -> tuple[Any, dict[str, str]]:
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         logger.warning("prebuilt kernels in %s are not used: %s", path, error)
         index = {}
-    return module, index
+    return module, index, code
 
 
 def find(symbol: str, digest: str) -> Callable[..., None] | None:
@@ -87,7 +89,7 @@ def find(symbol: str, digest: str) -> Callable[..., None] | None:
     path = folder()
     if path is None:
         return None
-    module, index = _open(path)
+    module, index, _ = _open(path)
     if symbol not in index:
         return None
     if index[symbol] != digest:
@@ -95,3 +97,12 @@ def find(symbol: str, digest: str) -> Callable[..., None] | None:
         return None
     function: Callable[..., None] = module[symbol]
     return function
+
+
+def code_of(symbol: str, digest: str) -> str | None:
+    """Hash of a specialisation's instructions (`machine_code.code_hash`), None where no library of these sources has it."""
+    path = folder()
+    if path is None:
+        return None
+    _, index, code = _open(path)
+    return code.get(symbol) if index.get(symbol) == digest else None

@@ -1,14 +1,16 @@
 """Measured choices: shipped JSON tables that replace a heuristic's choice where a sweep found a better one.
 
 A look-up is a plain function of shapes. A heuristic makes its choice, then `tuned` says whether a table knows better; what
-comes back is always legal. A table is used only where it was measured: same GPU, same compiler, same kernel sources
-(comments apart). Anything else, a corrupt file included, is ignored with one log line, and the heuristic stands. Nothing is
-ever tuned here. Every process reads the same files, so all ranks choose alike; and since kernels of one operator differ in
-speed alone, ranks that read different files would still agree in their results.
+comes back is always legal. A table is used only where it was measured: same GPU, same compiler, and the same kernels. The
+same are sources that differ in comments alone, and also, where the table and this process know the instructions of the
+kernels, an entry whose choice and the heuristic's have the instructions that were measured. Anything else, a corrupt file
+included, is ignored with one log line, and the heuristic stands. Nothing is ever tuned here. Every process reads the same
+files, so all ranks choose alike; and since kernels of one operator differ in speed alone, ranks that read different files
+would still agree in their results.
 
 File: {"format", "kernel", "environment": {"device", "cutlass_dsl", "source", …}, "entries": [{"match": {field: value},
-"range": {field: [low, high]}, "set": {field: value}}], "timings": […]}. An entry applies where every field of `match` equals
-the shape's and every field of `range` lies within its bounds, both inclusive.
+"range": {field: [low, high]}, "set": {field: value}}], "code": {symbol: hash of its instructions}, "timings": […]}. An entry
+applies where every field of `match` equals the shape's and every field of `range` lies within its bounds, both inclusive.
 """
 
 from __future__ import annotations
@@ -116,6 +118,8 @@ def read(path: Path, kernel: str) -> dict[str, Any]:
     environment, entries = table.get("environment"), table.get("entries")
     if not isinstance(environment, dict) or not isinstance(entries, list):
         raise TableError("lacks environment or entries")
+    if not isinstance(table.get("code", {}), dict):
+        raise TableError("code is no object")
     for entry in entries:
         parts = (entry.get("match"), entry.get("range"), entry.get("set")) if isinstance(entry, dict) else (None,)
         if not all(isinstance(part, dict) for part in parts):
@@ -128,12 +132,27 @@ def read(path: Path, kernel: str) -> dict[str, Any]:
 
 def _usable(table: dict[str, Any], kernel: str, device: str | None) -> str | None:
     """Why a well-formed table does not apply here, or None."""
-    environment = table["environment"]
-    facts = [("cutlass_dsl", compiler()), ("source", code_digest(kernel))]
-    for name, here in [("device", device), *facts] if device is not None else facts:
-        if environment.get(name) != here:
-            return f"measured with {name} {environment.get(name)!r}, here {here!r}"
+    facts = [("cutlass_dsl", compiler())]
+    facts += [("device", device)] if device is not None else []
+    facts += [] if table.get("code") else [("source", code_digest(kernel))]
+    for name, here in facts:
+        if table["environment"].get(name) != here:
+            return f"measured with {name} {table['environment'].get(name)!r}, here {here!r}"
     return None
+
+
+@functools.cache
+def _is_measured(kernel: str, key: Any, code: str | None) -> bool:
+    """Whether a key's kernel has the instructions that a table was measured with; says so once where it has not."""
+    from ..compile import cache
+
+    here = cache.machine_code(kernel, key)
+    if here is not None and here == code:
+        return True
+    logger.warning(
+        "tuning table of %s: %s is not the kernel that was measured (%s, here %s)", kernel, key.symbol(), code, here
+    )
+    return False
 
 
 def _paths(kernel: str, device: str | None) -> list[Path]:
@@ -163,7 +182,8 @@ def _entries(kernel: str, device: str | None) -> tuple[dict[str, Any], ...]:
         if reason is not None:
             logger.warning("tuning table %s is ignored: %s", path, reason)
             continue
-        entries += table["entries"]
+        same = table["environment"].get("source") == code_digest(kernel)
+        entries += table["entries"] if same else [entry | {"code": table["code"]} for entry in table["entries"]]
     return tuple(entries)
 
 
@@ -177,6 +197,7 @@ def memoised(choose: Chooser) -> Chooser:
 def forget() -> None:
     """Drop what was read and chosen, for tests and after a table is written."""
     _entries.cache_clear()
+    _is_measured.cache_clear()
     for cached in _caches:
         cached.cache_clear()
 
@@ -245,7 +266,11 @@ def tuned(kernel: str, default: Key, **shape: Any) -> Key:
     for entry in _entries(kernel, device):
         if _matches(entry, shape):
             key = _apply(default, entry)
-            return key if key is not None and _loadable(kernel, key) else default
+            if key is None or not _loadable(kernel, key):
+                return default
+            code = entry.get("code")
+            same = code is None or all(_is_measured(kernel, one, code.get(one.symbol())) for one in (default, key))
+            return key if same else default
     return default
 
 

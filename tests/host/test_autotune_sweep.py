@@ -245,6 +245,18 @@ def test_a_sweep_writes_a_table_that_the_operator_then_reads(tmp_path, monkeypat
     assert recurrent.choose("gdn", "float32", 8) == recurrent.RecurrentDecodeKey("gdn", "float32", 1, 8, False)
 
 
+def test_a_table_holds_the_instructions_of_what_was_measured(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(runner, "machine_code", lambda kernel, key: f"code of {key.symbol()}")
+    done = sweep(tmp_path, fake_us("_r1w8", 0.10))
+    assert done.table is not None
+    code = tables.read(done.table, "recurrent_decode")["code"]
+    symbols = {entry.key.symbol() for entry in done.candidates}
+    assert code == {symbol: f"code of {symbol}" for symbol in symbols}
+    again = runner.assemble("gdn_decode", done.table, out=tmp_path / "again", environment_facts={"device": "cpu"})
+    assert again.table is not None
+    assert tables.read(again.table, "recurrent_decode")["code"] == code
+
+
 def test_within_the_threshold_the_heuristic_stays(tmp_path) -> None:
     done = sweep(tmp_path, fake_us("_r1w8", 0.019))
     assert done.entries == []

@@ -89,6 +89,7 @@ CORRUPT = {
     "entry not an object": json.dumps(table(["rows"])),
     "entry without set": json.dumps(table([{"match": {}, "range": {}}])),
     "range of three": json.dumps(table([{"match": {}, "range": {"heads": [1, 2, 3]}, "set": FASTER}])),
+    "code of a list": json.dumps(table() | {"code": ["f"]}),
     "range of text": json.dumps(table([{"match": {}, "range": {"heads": ["a", "b"]}, "set": FASTER}])),
 }
 
@@ -206,6 +207,35 @@ def test_J2_two_ranks_choose_alike_and_a_rank_that_reads_another_table_stays_leg
     assert shipped == again
     assert planted != shipped
     assert [name.rsplit("_r", 1)[0] for name in planted] == [name.rsplit("_r", 1)[0] for name in shipped]
+
+
+def test_other_sources_with_the_same_instructions_keep_a_table(tmp_path, caplog, monkeypatch):
+    default, faster = (
+        recurrent.heuristic("gdn", "float32", 64),
+        recurrent.RecurrentDecodeKey("gdn", "float32", **FASTER),
+    )
+    code = {default.symbol(): "d", faster.symbol(): "f"}
+    here = dict(code)
+    monkeypatch.setattr(cache, "machine_code", lambda kernel, key: here.get(key.symbol()))
+    plant(tmp_path, table(source="0" * 32) | {"code": code})
+    with caplog.at_level(logging.WARNING):
+        assert recurrent.choose("gdn", "float32", 64) == faster
+    assert caplog.records == []
+    for symbol, other in ((default.symbol(), "x"), (faster.symbol(), "x"), (faster.symbol(), None)):
+        here = code | {symbol: other}
+        tables.forget()
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            assert recurrent.choose("gdn", "float32", 64) == default
+            assert recurrent.choose("gdn", "float32", 65) == default
+        assert [symbol in record.getMessage() for record in caplog.records] == [True], "one line a kernel"
+
+
+def test_the_same_instructions_do_not_make_up_for_another_gpu_or_compiler(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "machine_code", lambda kernel, key: "same")
+    for environment in ({"device": "NVIDIA B200"}, {"cutlass_dsl": "4.7.0"}):
+        plant(tmp_path, table(**environment) | {"code": {"any": "same"}})
+        assert_heuristic_everywhere()
 
 
 def test_comments_and_layout_do_not_count_as_source():

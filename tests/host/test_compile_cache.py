@@ -132,7 +132,7 @@ def test_J10_compiler_of_another_series_is_refused_before_it_is_used(cache_folde
 
 def test_library_of_other_sources_is_not_used(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("COMPACT_STATE_KERNELS", str(tmp_path))
-    monkeypatch.setattr(shared_library, "_open", lambda path: (object(), {"f": "digest of other sources"}))
+    monkeypatch.setattr(shared_library, "_open", lambda path: (object(), {"f": "digest of other sources"}, {}))
     assert shared_library.find("f", "ours") is None
     assert "other sources" in caplog.text
     assert shared_library.find("absent", "ours") is None
