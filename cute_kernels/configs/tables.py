@@ -28,7 +28,7 @@ import tokenize
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from ..compile.fingerprint import _imported_files
 
@@ -268,8 +268,8 @@ def tuned(kernel: str, default: Key, **shape: Any) -> Key:
             key = _apply(default, entry)
             if key is None or not _loadable(kernel, key):
                 return default
-            code = entry.get("code")
-            same = code is None or all(_is_measured(kernel, one, code.get(one.symbol())) for one in (default, key))
+            code, both = entry.get("code"), cast("tuple[Any, Any]", (default, key))
+            same = code is None or all(_is_measured(kernel, one, code.get(one.symbol())) for one in both)
             return key if same else default
     return default
 
