@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,6 +42,11 @@ def _parser() -> argparse.ArgumentParser:
     warm.add_argument("--jobs", type=int, help="processes; one a core by default")
     warm.add_argument("--here", action="store_true", help="in this process")
     warm.add_argument("--logs", type=Path, help="folder of one log a process")
+    warm.add_argument("--after", type=Path, help="with --here: a file to wait for once everything is imported")
+    warm.add_argument("--peer-cache", type=Path, help="folder for what peers compile and tune, for `all` to find")
+    warm.add_argument(
+        "--compile-limit", type=float, default=math.inf, help="seconds after which what still runs is ended"
+    )
     for parts in (run, whole, warm):
         parts.add_argument("--op", default="", help="operators, comma-separated; all by default")
         parts.add_argument("--case", default="", help="regular expression on case names, such as gdn_decode:Q1:B64:f32")
@@ -126,7 +132,7 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     slowest = sorted(result["rows"], key=lambda row: -row["seconds"])[:8]
     print("slowest cases, s:", ", ".join(f"{row['case']} {row['seconds']:.1f}" for row in slowest))
     print("seconds by phase:", result["environment"]["seconds_by_phase"])
-    if options.out and options.out.suffix != ".json":
+    if options.out and options.out.suffix != ".json" and not turn:
         from .lines import lines_table
         from .report import load_results
 
@@ -160,12 +166,16 @@ def _warm(options: argparse.Namespace) -> int:
 
     cases = select(options.op, options.case, options.quick)
     if options.here:
-        print("\n".join(warm_group(cases, options.peers)))
+        print("\n".join(warm_group(cases, options.peers, options.after)))
         return 0
     if options.logs:
         options.logs.mkdir(parents=True, exist_ok=True)
     names = peers.wanted(options.peers)
-    return 1 if warm(cases, names, options.jobs, lambda text: print(text, flush=True), options.logs) else 0
+    cache = options.peer_cache.absolute() if options.peer_cache else None
+    cold = warm(
+        cases, names, options.jobs, lambda text: print(text, flush=True), options.logs, options.compile_limit, cache
+    )
+    return 1 if cold else 0
 
 
 def _all(options: argparse.Namespace, arguments: Sequence[str]) -> int:

@@ -98,15 +98,26 @@ def _urgency(case: Case) -> int:
 
 
 def _waits_for(unit: Unit, of: Sequence[Unit]) -> Unit | None:
-    """The unit whose tuned configurations this one takes over: the same peer on the first geometry of the family."""
+    """The unit whose tuned configurations this one takes over: the same peer on the first geometry of the family.
+
+    It is more urgent, so it runs already when this one starts and waits.
+    """
     family, geometry, peer = unit
     if peer not in TUNING or not family.endswith("prefill") or geometry in FIRST:
         return None
     return next((other for other in of if other[::2] == (family, peer) and other[1] in FIRST), None)
 
 
-def warm_group(cases: Sequence[Case], peer_names: str) -> list[str]:
-    """Call each peer once on every case, without a check or a clock, and say when one is done. Gives what failed."""
+def _is_tuned(cache: Path, family: str) -> bool:
+    """Whether FLA's tuner has left its choices for a family."""
+    return any((cache / "fla" / family).glob("*.json"))
+
+
+def warm_group(cases: Sequence[Case], peer_names: str, after: Path | None = None) -> list[str]:
+    """Call each peer once on every case, without a check or a clock, and say when one is done. Gives what failed.
+
+    after: a file to wait for once everything is imported.
+    """
     import torch
 
     from . import peers
@@ -128,6 +139,9 @@ def warm_group(cases: Sequence[Case], peer_names: str) -> list[str]:
             return None
 
     adapters, status = peers.load(peer_names)
+    parent = os.getppid()
+    while after is not None and not after.exists() and os.getppid() == parent:
+        time.sleep(0.1)
     failures += [f"{name}: {status[name]}" for name in peer_names.split(",") if name in status and name not in adapters]
     for name, adapter in adapters.items():
         for case in cases:
@@ -141,8 +155,8 @@ def warm_group(cases: Sequence[Case], peer_names: str) -> list[str]:
                         attempt(f"{case.name} {contender.name}", contender.launches[0])
             if device.type == "cuda":
                 torch.cuda.synchronize()
-        if name in TUNING and os.environ.get("FLA_CONFIG_DIR"):
-            attempt("tuned configurations", functools.partial(_keep_tuned, Path(os.environ["FLA_CONFIG_DIR"])))
+            if name in TUNING and os.environ.get("FLA_CONFIG_DIR"):
+                attempt("tuned configurations", functools.partial(_keep_tuned, Path(os.environ["FLA_CONFIG_DIR"])))
         print(f"{DONE}{name}", flush=True)
     return failures
 
@@ -200,6 +214,7 @@ def warm(
         cache: folder for what peers keep on disk; by default wherever each of them does by itself.
     """
     left = units(cases, peer_names)
+    waits = {unit: _waits_for(unit, list(left)) for unit in left if cache is None or not _is_tuned(cache, unit[0])}
     cold = set(left)
     running: dict[Unit, tuple[subprocess.Popen[str], float]] = {}
     began = time.monotonic()
@@ -218,6 +233,8 @@ def warm(
         def start(unit: Unit) -> subprocess.Popen[str]:
             command = [sys.executable, "-m", "compact_state.perf", "warm", "--here"]
             command += ["--case", pattern(left[unit]), "--peers", unit[2]]
+            first = waits.get(unit)
+            command += ["--after", str(log(first).with_suffix(".over"))] if first is not None else []
             more = environment(cache, unit[0]) if cache is not None else {}
             with log(unit).open("w") as out:
                 return subprocess.Popen(
@@ -228,17 +245,18 @@ def warm(
                     env={**os.environ, **more, "OMP_NUM_THREADS": "1"},
                 )
 
+        for path in folder.glob("*.over"):
+            path.unlink()
         waiting = list(left)
         while (waiting or running) and time.monotonic() - began < limit_s:
-            unfinished = [*waiting, *running]
-            ready = [unit for unit in waiting if _waits_for(unit, unfinished) is None]
-            for unit in ready[: max(0, (jobs or os.cpu_count() or 1) - len(running))]:
-                waiting.remove(unit)
+            while waiting and len(running) < (jobs or os.cpu_count() or 1):
+                unit = waiting.pop(0)
                 running[unit] = start(unit), time.monotonic()
             time.sleep(0.1)
             for unit, (process, started) in list(running.items()):
                 if process.poll() is not None:
                     del running[unit]
+                    log(unit).with_suffix(".over").touch()
                     text = note(unit)
                     took = (
                         f"{time.monotonic() - began:6.1f} s  {':'.join(unit)} took {time.monotonic() - started:.1f} s"

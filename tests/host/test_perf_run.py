@@ -377,6 +377,28 @@ def test_other_geometries_wait_for_the_one_that_is_tuned() -> None:
     assert _waits_for(("step", "Q3:T6", "lmdeploy"), found) is None
 
 
+def test_a_unit_that_takes_over_tuned_configurations_waits_unless_they_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[list[str]] = []
+
+    def start(command: list[str], stdout: Any, **options: Any) -> Process:
+        started.append(command)
+        stdout.write("warm: fla\n")
+        return Process(0)
+
+    monkeypatch.setattr(matrix.subprocess, "Popen", start)
+    cases = select("gdn_prefill", "(Q1|Q3):1x2048:f32")
+    assert warm(cases, ["fla"], logs=tmp_path, cache=tmp_path, say=lambda text: None) == {}
+    assert ["--after" in command for command in started] == [False, True]
+    assert Path(started[1][-1]).exists(), "what was waited for is over"
+    (tmp_path / "fla" / "gdn_prefill").mkdir(parents=True)
+    (tmp_path / "fla" / "gdn_prefill" / "a_kernel.json").write_text("{}")
+    started.clear()
+    warm(cases, ["fla"], logs=tmp_path, cache=tmp_path, say=lambda text: None)
+    assert ["--after" in command for command in started] == [False, False]
+
+
 def test_a_family_whose_peer_compiles_for_ever_is_measured_without_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
