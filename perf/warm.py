@@ -108,6 +108,20 @@ def _waits_for(unit: Unit, of: Sequence[Unit]) -> Unit | None:
     return next((other for other in of if other[::2] == (family, peer) and other[1] in FIRST), None)
 
 
+def _file_name(unit: Unit) -> str:
+    return re.sub(r"[/:]", "_", "-".join(unit))
+
+
+def _mark(cache: Path, unit: Unit) -> Path:
+    """File that holds what cases a unit was warmed on."""
+    return cache / "warm" / f"{_file_name(unit)}.txt"
+
+
+def _is_warm(cache: Path, unit: Unit, cases: Sequence[Case]) -> bool:
+    mark = _mark(cache, unit)
+    return mark.is_file() and mark.read_text() == pattern(cases)
+
+
 def _is_tuned(cache: Path, family: str) -> bool:
     """Whether FLA's tuner has left its choices for a family."""
     return any((cache / "fla" / family).glob("*.json"))
@@ -211,9 +225,12 @@ def warm(
         jobs: processes, one a core by default.
         logs: folder of one log a process.
         limit_s: seconds after which what still runs is ended.
-        cache: folder for what peers keep on disk; by default wherever each of them does by itself.
+        cache: folder for what peers keep on disk; by default wherever each of them does by itself. A unit that was warmed in it
+            before is not warmed again: what its peers then do not find there they compile when they are timed.
     """
     left = units(cases, peer_names)
+    if cache is not None:
+        left = {unit: chosen for unit, chosen in left.items() if not _is_warm(cache, unit, chosen)}
     waits = {unit: _waits_for(unit, list(left)) for unit in left if cache is None or not _is_tuned(cache, unit[0])}
     cold = set(left)
     running: dict[Unit, tuple[subprocess.Popen[str], float]] = {}
@@ -222,12 +239,15 @@ def warm(
         folder = logs or Path(temporary)
 
         def log(unit: Unit) -> Path:
-            return folder / f"{re.sub(r'[/:]', '_', '-'.join(unit))}.log"
+            return folder / f"{_file_name(unit)}.log"
 
         def note(unit: Unit) -> str:
             text = log(unit).read_text()
             if re.search(rf"^{DONE}{unit[2]}$", text, re.MULTILINE):
                 cold.discard(unit)
+                if cache is not None:
+                    _mark(cache, unit).parent.mkdir(parents=True, exist_ok=True)
+                    _mark(cache, unit).write_text(pattern(left[unit]))
             return text
 
         def start(unit: Unit) -> subprocess.Popen[str]:

@@ -395,7 +395,10 @@ def test_a_unit_that_takes_over_tuned_configurations_waits_unless_they_are_there
     (tmp_path / "fla" / "gdn_prefill").mkdir(parents=True)
     (tmp_path / "fla" / "gdn_prefill" / "a_kernel.json").write_text("{}")
     started.clear()
-    warm(cases, ["fla"], logs=tmp_path, cache=tmp_path, say=lambda text: None)
+    assert warm(cases, ["fla"], logs=tmp_path, cache=tmp_path, say=lambda text: None) == {}
+    assert started == [], "what was warmed into a folder is not warmed again"
+    more = select("gdn_prefill", "(Q1|Q3):(1x2048|1x8192):f32")
+    warm(more, ["fla"], logs=tmp_path, cache=tmp_path, say=lambda text: None)
     assert ["--after" in command for command in started] == [False, False]
 
 
