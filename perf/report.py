@@ -1,7 +1,8 @@
 """Documents from committed results: tables, sentences and charts. Runs on any machine, reads JSON only.
 
 A document carries marked blocks, `<!-- perf:NAME -->` to `<!-- /perf:NAME -->`; what is between is replaced, the rest is
-left alone. NAME is a result file's stem, `lines` (each speed line, met or missed), `headline`, or `charts`.
+left alone. NAME is `overview` (the first page), a result file's stem, `lines` (each speed line, met or missed), `headline`, or
+`charts`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 from . import schema
 from .cases import OPS
 from .lines import lines_table
+from .overview import overview_block
 from .tables import (
     best_peer,
     eager_note,
@@ -53,14 +55,6 @@ UNMEASURED = "Not measured under this harness yet; figures from development stan
 SKELETON = """# Performance
 
 Every figure below is drawn from the JSON files in `perf/results/h200/` by `python -m perf report`; none is typed by hand.
-
-How it is measured: correctness first, against the float64 reference; then a CUDA graph of many launches is replayed, each
-launch with other random slot ids (prefill: other inputs), so that a replay touches several times the 60 MB L2 cache. The
-contenders of a case take turns, and the median over rounds counts; `spread` is the quartile distance over the median.
-`floor` is the bytes an operator must move over the copy bandwidth measured in the same run. `slab copy` is a kernel that
-moves the same slots and computes nothing. A peer that can only update in place is compared with ours in place. `host` is
-the Python time of one eager call. Peers compile and tune themselves beforehand, several processes at once on the GPU. Repeat on
-an H200 with `python -m perf all --out DIR`; what ran inside the kernels, with `python -m compact_state.perf.inside collect`.
 
 {blocks}
 """
@@ -136,9 +130,11 @@ def write_report(results: Path, docs: Path, readme: Path | None = None, *, chart
         text = page.read_text()
     else:
         blocks = "\n\n".join(
-            f"<!-- perf:{name} -->\n<!-- /perf:{name} -->" for name in ("lines", "headline", "charts", *FILES)
+            f"<!-- perf:{name} -->\n<!-- /perf:{name} -->"
+            for name in ("overview", "lines", "headline", "charts", *FILES)
         )
         text = SKELETON.format(blocks=blocks)
+    text = replace_block(text, "overview", overview_block(loaded))
     text = replace_block(text, "headline", headline_block(loaded))
     text = replace_block(text, "lines", lines_table(loaded))
     overall = "\n\n".join(f"![{Path(image).stem}]({image})" for image in images.get("all", []))

@@ -139,10 +139,13 @@ def environment_line(file: str, environment: dict[str, Any]) -> str:
     """What was measured on, and from which file the figures come."""
     peers = ", ".join(f"{name} {version}" for name, version in environment.get("peers", {}).items())
     copy, rate = environment["copy_tb_s"], environment["matmul_tflop_s"]
+    took = ""
+    if "command_s" in environment:
+        took = f", {environment['command_s']:.0f} s, of which peers compiled for {environment['compile_s']:.0f} s"
     return (
         f"From `{file}`: {environment['device']}, driver {environment['driver']}, torch {environment['torch']}, "
         f"copy {number(copy)} TB/s, bf16 matrix product {number(rate, 0)} TFLOP/s, commit `{environment['commit']}`, "
-        f"{environment['date']}. Peers: {peers or 'none'}. Command: `{environment['command']}`."
+        f"{environment['date']}. Peers: {peers or 'none'}. Command: `{environment['command']}`{took}."
     )
 
 

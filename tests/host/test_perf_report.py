@@ -12,6 +12,7 @@ import pytest
 from compact_state.perf import schema, tables
 from compact_state.perf.cli import RESULTS
 from compact_state.perf.compare import compare, load_set
+from compact_state.perf.overview import overview_block
 from compact_state.perf.report import FILES, replace_block, write_report
 from compact_state.perf.run import dump
 from compact_state.perf.serving.result import FILE as SERVING
@@ -119,6 +120,25 @@ def test_summary_says_plainly_where_a_peer_is_faster() -> None:
     assert "A peer is faster on 1: Q1 B64 fp32 (flashinfer, 1.150)." in text
     assert "No peer is faster" in tables.summary("gdn_decode", rows[1:])
     assert "no peer was measured" in tables.summary("gdn_decode", [row()])
+
+
+def test_the_first_page_counts_lines_and_says_where_a_peer_is_faster() -> None:
+    rows = [
+        row(peers={"flashinfer": 60.0}),
+        row(workload="B8", peers={"flashinfer": 80.0}),
+        row(op="gdn_layer_decode"),
+        row(op="kda_decode", geometry="G1", peers={"flashinfer": 80.0}),
+    ]
+    text = overview_block({"decode": result(*rows)})
+    assert (
+        "**A peer is faster**: `gdn_decode`: flashinfer on 1 of 2 cells, where ours takes up to 15.0 % longer." in text
+    )
+    assert "Ours is faster on every cell that a peer has a figure for: `kda_decode` (1)." in text
+    assert "Without any peer's figure: `gdn_layer_decode`." in text
+    assert "| 1 of 2 | Q1 B64 fp32 (flashinfer) 1.15; Q1 B8 fp32 (flashinfer) 0.86 |" in text
+    assert "every cell not slower than the best peer: 1.15, limit 1" in text
+    assert "cells of the matrix were not measured" in text
+    assert "No peer is faster on any cell." in overview_block({"decode": result(row())})
 
 
 def test_missing_peers_are_explained() -> None:
