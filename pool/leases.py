@@ -17,7 +17,10 @@ from .slots import SlotRecord
 
 
 class IoLease:
-    """One transfer in flight. `after_step`: do not start before its fence; `revoked`: do not start at all."""
+    """One transfer in flight. `after_step`: do not start before its fence; `revoked`: do not start at all.
+
+    `pending`: one bit for each rank that has not reported yet; `failed`: ranks that reported a failure.
+    """
 
     __slots__ = (
         "after_step",
@@ -32,7 +35,6 @@ class IoLease:
         "pending",
         "position",
         "revoked",
-        "succeeded",
     )
 
     def __init__(
@@ -40,7 +42,7 @@ class IoLease:
         op: int,
         kind: str,
         handle: SlotHandle,
-        ranks: int,
+        pending: int,
         after_step: int,
         position: int,
         epoch: int,
@@ -50,8 +52,8 @@ class IoLease:
         self.op = op
         self.kind = kind
         self.handle = handle
-        self.pending = (1 << ranks) - 1
-        self.succeeded = self.failed = 0
+        self.pending = pending
+        self.failed = 0
         self.after_step = after_step
         self.position = position
         self.epoch = epoch
@@ -75,6 +77,7 @@ class LeaseLedger(CacheLedger):
     stuck: dict[int, IoLease]
     puts_in_flight: int
     gets_in_flight: int
+    _all_ranks: int
     _next_op: int
 
     def put_begin(self, handle: SlotHandle, *, deadline: float | None = None) -> IoLease:
@@ -121,19 +124,23 @@ class LeaseLedger(CacheLedger):
             raise self._closed()
         if position <= 0:
             raise self.broken(f"get of the state at {position}")
-        if self.gets_in_flight >= self.max_gets or len(self.free) + len(self.evictable) <= self.demand:
+        free = self.free
+        if self.gets_in_flight >= self.max_gets or len(free) + len(self.evictable) <= self.demand:
             self.counters.e_capacity += 1
             return None
-        if not self.free:
+        if not free:
             self.evict_oldest()
+        rec = free.pop()
         # The slot was free, yet under the early policy a step may still use it on the device.
-        rec = self.free[-1]
-        wait = max(rec.write_step, rec.read_step, after_step)
-        rec = self._take(rec.write_step)
-        lease = self._lease("get", rec, wait, position, deadline, entry)
+        last = rec.write_step if rec.write_step > rec.read_step else rec.read_step
+        rec.epoch = self.epoch
+        rec.since = self.submitted
+        lease = self._lease("get", rec, last if last > after_step else after_step, position, deadline, entry)
         rec.get_op = lease.op
         self.gets_in_flight += 1
-        self.counters.gets += 1
+        counters = self.counters
+        counters.allocs += 1
+        counters.gets += 1
         return lease
 
     def get_cancel(self, op: int) -> None:
@@ -196,7 +203,7 @@ class LeaseLedger(CacheLedger):
         op = self._next_op
         self._next_op = op + 1
         handle = rec.handle or self.handle(rec)
-        lease = IoLease(op, kind, handle, self.ranks, after_step, position, rec.epoch, deadline, entry)
+        lease = IoLease(op, kind, handle, self._all_ranks, after_step, position, rec.epoch, deadline, entry)
         self.leases[op] = lease
         return lease
 
@@ -207,17 +214,15 @@ class LeaseLedger(CacheLedger):
         if lease is None or lease.kind != kind or not lease.pending & bit:
             self.counters.e_stale += 1
             return None
-        lease.pending &= ~bit
-        if ok:
-            lease.succeeded += 1
-        else:
+        lease.pending ^= bit
+        if not ok:
             lease.failed += 1
         if lease.pending:
             return None
-        if self.stuck.pop(op, None) is not None:
+        if self.leases.pop(op, None) is None:
+            del self.stuck[op]
             self.counters.e_stale += 1
             return None
-        del self.leases[op]
         return lease
 
     def _fault(self, lease: IoLease, error: ErrorClass) -> ErrorClass | None:
@@ -225,7 +230,7 @@ class LeaseLedger(CacheLedger):
             return ErrorClass.STALE
         if not lease.failed:
             return None
-        if lease.succeeded:
+        if lease.failed < self.ranks:
             error = ErrorClass.RANK
         name = error.value.lower()
         setattr(self.counters, name, getattr(self.counters, name) + 1)

@@ -51,6 +51,7 @@ class Ledger(LeaseLedger):
         self.stuck: dict[int, IoLease] = {}
         self.puts_in_flight = 0
         self.gets_in_flight = 0
+        self._all_ranks = (1 << ranks) - 1
         self._next_op = 1
 
     def bump_epoch(self) -> list[Holder]:

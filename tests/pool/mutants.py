@@ -96,8 +96,8 @@ MUTANTS = (
     Mutant(
         "get does not wait for earlier steps",
         "leases",
-        "wait = max(rec.write_step, rec.read_step, after_step)",
-        "wait = after_step",
+        "rec, last if last > after_step else after_step, position",
+        "rec, after_step, position",
         10,
     ),
     Mutant(
@@ -146,7 +146,7 @@ MUTANTS = (
     Mutant(
         "a get may starve others",
         "leases",
-        " or len(self.free) + len(self.evictable) <= self.demand:",
+        " or len(free) + len(self.evictable) <= self.demand:",
         " or not self.available:",
     ),
     Mutant(
@@ -184,7 +184,7 @@ MUTANTS = (
         "ranks that disagree are ok",
         "leases",
         "        if not lease.failed:\n            return None\n",
-        "        if lease.succeeded:\n            return None\n",
+        "        if lease.failed < self.ranks:\n            return None\n",
     ),
     Mutant(
         "publish is offered to mixed weights",
@@ -219,8 +219,8 @@ MUTANTS = (
     Mutant(
         "a stuck slot is used again once its transfer reports",
         "leases",
-        "        if self.stuck.pop(op, None) is not None:\n",
-        "        if self.stuck.pop(op, None) is not None:\n"
+        "            del self.stuck[op]\n",
+        "            del self.stuck[op]\n"
         "            rec = self.records[lease.handle.slot]\n"
         "            rec.quarantined = False\n"
         "            self.quarantined -= 1\n"
