@@ -188,22 +188,6 @@ def test_G17_each_step_has_its_own_dummy_rows():
         positions += 1
 
 
-def test_B5_slot_stride_beyond_two_to_the_31_elements():
-    case = Case()
-    stride = 2**31 + 64
-    memory = torch.empty(stride + 4 * CHANNELS, dtype=BF16, device="cuda")
-    far, dense = memory.as_strided((2, 4, CHANNELS), (stride, CHANNELS, 1)), case.pool[:2].clone()
-    far.copy_(dense)
-    x = case.tokens(5)
-    results = []
-    for pool in (far, dense):
-        results.append(case.prefill(x, pool, gpu_ids(1), gpu_ids(0), gpu_ids(6), [5]))
-        results.append(case.decode(x[:1], pool, gpu_ids(0), gpu_ids(1), gpu_ids(11)))
-    assert torch.equal(results[0], results[2])
-    assert torch.equal(results[1], results[3])
-    assert torch.equal(bits(far), bits(dense))
-
-
 def test_C6_one_object_serves_every_batch_pool_and_stride():
     for rows, slots, pad in ((1, 8, 0), (17, 4096, 24), (17, 40, 0), (1, 8, 8)):
         case = Case(slots=slots, pad=pad)

@@ -199,25 +199,6 @@ def test_more_rows_than_a_grid_dimension_few_of_them_live():
     assert int((out != 0).any(dim=(1, 2)).sum()) == len(live)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "stride", "slots"), [(torch.float32, 540_672, 4100), (torch.bfloat16, 524_288, 4100)], ids=str
-)
-def test_B1_B5_pools_larger_than_32_bit_offsets(dtype, stride, slots):
-    hv = 32
-    memory = torch.empty(slots * stride, dtype=dtype, device="cuda")
-    pool = memory.as_strided((slots, hv, 128, 128), (stride, 128 * 128, 128, 1))
-    near, far = 2, slots - 1
-    state = initial_states(1, hv).to("cuda", dtype)[0]
-    pool[near], pool[far] = state, state
-    one = delta_inputs("gdn", "randn", 1, 16, hv, device="cuda")
-    two = [torch.cat([x, x]) for x in (one.q, one.k, one.v, one.gate, one.b)]
-    both = ids(near, far, device="cuda")
-    out = gdn_decode(*two, one.A_log, one.dt_bias, pool, both, both, backend="kernels")
-    assert torch.equal(out[0], out[1])
-    assert torch.equal(pool[near], pool[far])
-    assert not torch.equal(pool[near], state)
-
-
 def test_B6_more_work_items_than_one_grid_dimension_holds():
     n, hv = 2050, 32
     inputs = delta_inputs("gdn", "randn", n, 16, hv, device="cuda")

@@ -10,7 +10,7 @@ from gdn_prefill_case import PATHS, RUN, chunked, equal_keys, public
 from prefill_case import DTYPES, bits, check_equal_repeats, check_graph_replay, filled_pool
 
 from compact_state.cute_kernels import Checkpoints
-from compact_state.cute_kernels.reference.datasets import cu_seqlens, delta_inputs, ids, initial_states
+from compact_state.cute_kernels.reference.datasets import cu_seqlens, delta_inputs, ids
 
 pytestmark = pytest.mark.gpu
 
@@ -157,25 +157,3 @@ def test_half_a_head_a_block_gives_the_same_bits(dtype, long_length):
         results.append((chunked(*inputs.tensors, pool, read, read + n, cu, **options), pool))
     for one, other in zip(*results):
         assert torch.equal(bits(one), bits(other))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "stride", "slots"), [(torch.float32, 540_672, 4100), (torch.bfloat16, 524_288, 4100)], ids=str
-)
-def test_B1_pools_larger_than_32_bit_offsets(dtype, stride, slots):
-    hv, tokens = 32, 70
-    memory = torch.empty(slots * stride, dtype=dtype, device="cuda")
-    pool = memory.as_strided((slots, hv, 128, 128), (stride, 128 * 128, 128, 1))
-    near, far, kept_near, kept_far = 2, slots - 1, 3, slots - 2
-    state = initial_states(1, hv).to("cuda", dtype)[0]
-    pool[near], pool[far] = state, state
-    one = delta_inputs("gdn", "randn", tokens, 16, hv, device="cuda")
-    two = [torch.cat([x, x]) for x in one.tensors[:5]]
-    both = ids(near, far, device="cuda")
-    plan = Checkpoints.from_lists([[(30, kept_near)], [(30, kept_far)]], device="cuda")
-    cu = cu_seqlens([tokens, tokens], device="cuda")
-    out = chunked(*two, *one.tensors[5:], pool, both, both, cu, checkpoints=plan)
-    assert torch.equal(out[:tokens], out[tokens:])
-    assert torch.equal(pool[near], pool[far])
-    assert torch.equal(pool[kept_near], pool[kept_far])
-    assert not torch.equal(pool[near], state)
