@@ -16,7 +16,6 @@ import torch
 from . import conv_launch, reference
 from .checkpoints import Checkpoints
 from .configs.conv1d import WIDTHS
-from .delta_rule import check_checkpoints
 from .draft_log import DraftLog
 from .errors import InvalidArgumentError, UnsupportedConfigError
 from .opaque import operator
@@ -25,24 +24,22 @@ from .validation import (
     FLOAT_DTYPES,
     Backend,
     check_alignment,
+    check_checkpoints,
     check_choice,
+    check_dense,
     check_ids,
     check_kernel_dtype,
+    check_log,
     check_pool,
     check_rows,
     check_tensor,
-    uses_kernels,
+    is_dense,
+    runs_kernels,
 )
 
 Activation = Literal["silu"] | None
 ACTIVATIONS = ("silu", None)
 CHANNEL_VECTOR = 8  # channels a thread; C is a multiple of it
-
-
-def _runs_kernels(backend: Backend, x: torch.Tensor) -> bool:
-    if not isinstance(x, torch.Tensor):
-        raise InvalidArgumentError("x", type(x).__name__, "a tensor [rows, C]")
-    return uses_kernels(backend, x.device)
 
 
 def _check(
@@ -57,7 +54,8 @@ def _check(
     activation: Activation,
     out: torch.Tensor | None,
     *,
-    cu_seqlens: torch.Tensor | None,
+    packed: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
     kernels: bool,
 ) -> None:
     if x.dim() != 2:
@@ -73,13 +71,11 @@ def _check(
     check_choice("activation", activation, ACTIVATIONS)
     if bias is not None:
         check_tensor("bias", bias, (channels,), FLOAT_DTYPES, device)
-    sequences = rows
-    if cu_seqlens is not None and isinstance(read_ids, torch.Tensor) and read_ids.dim() == 1:
-        sequences = read_ids.shape[0]
-    for name, ids in (("read_ids", read_ids), ("write_ids", write_ids), ("positions", positions)):
-        check_ids(name, ids, sequences, device)
-    if cu_seqlens is not None:
-        check_ids("cu_seqlens", cu_seqlens, sequences + 1, device)
+    check_ids("read_ids", read_ids, None if packed else rows, device)
+    check_ids("write_ids", write_ids, read_ids.shape[0], device)
+    check_ids("positions", positions, read_ids.shape[0], device)
+    if packed:
+        check_ids("cu_seqlens", cu_seqlens, read_ids.shape[0] + 1, device)
     if out is not None:
         check_tensor("out", out, (rows, channels), (x.dtype,), device)
         check_rows("out", out)
@@ -98,12 +94,8 @@ def _check_kernel(
     _check_kernel_shape(operator, weight.shape[1], x.shape[1])
     check_alignment("x", x)
     for name, parameter in (("weight", weight), ("bias", bias)):
-        if parameter is not None and not _is_dense(parameter):
-            raise InvalidArgumentError(
-                name,
-                f"address {parameter.data_ptr():#x}, strides {list(parameter.stride())}",
-                f"a contiguous tensor at a multiple of {ALIGNMENT} B",
-            )
+        if parameter is not None:
+            check_dense(name, parameter)
     if out is not None:
         check_alignment("out", out)
 
@@ -114,27 +106,6 @@ def _check_kernel_shape(operator: str, width: int, channels: int) -> None:
             f"{operator}: width {width}, {channels} channels; allowed with kernels: width 2, 3 or 4 and a "
             f"multiple of {CHANNEL_VECTOR} channels (backend='reference' serves others)"
         )
-
-
-def _is_dense(parameter: torch.Tensor) -> bool:
-    return parameter.is_contiguous() and parameter.data_ptr() % ALIGNMENT == 0
-
-
-def _check_draft(
-    log: DraftLog, num_accepted: torch.Tensor, read_ids: torch.Tensor, channels: int, dtype: torch.dtype
-) -> None:
-    if not isinstance(log, DraftLog) or log.x is None:
-        raise InvalidArgumentError("draft_log", "no log of conv inputs", "a DraftLog allocated with channels")
-    sequences, device = read_ids.shape[0], read_ids.device
-    check_tensor("draft_log.x", log.x, (log.batch, 2, log.max_tokens, channels), (dtype,), device)
-    if not log.x.is_contiguous():
-        raise InvalidArgumentError("draft_log.x", f"strides {list(log.x.stride())}", "a contiguous tensor")
-    check_ids("draft_log.half", log.half, log.batch, device)
-    check_ids("num_accepted", num_accepted, sequences, device)
-    if log.rows is not None:
-        check_ids("draft_log.rows", log.rows, sequences, device)
-    elif sequences > log.batch:
-        raise InvalidArgumentError("draft_log", f"{log.batch} log rows", f"at least {sequences}, or rows")
 
 
 @operator("conv_state")
@@ -171,11 +142,13 @@ def causal_conv1d_prefill(
     Raises:
         InvalidArgumentError, UnsupportedConfigError, BackendUnavailableError: before any launch, nothing changed.
     """
-    kernels = _runs_kernels(backend, x)
+    kernels = runs_kernels(backend, "x", x)
     arguments = (x, weight, conv_state, read_ids, write_ids, positions)
-    _check("causal_conv1d_prefill", *arguments, bias, activation, out, cu_seqlens=cu_seqlens, kernels=kernels)
+    _check(
+        "causal_conv1d_prefill", *arguments, bias, activation, out, packed=True, cu_seqlens=cu_seqlens, kernels=kernels
+    )
     if checkpoints is not None:
-        check_checkpoints(checkpoints, read_ids)
+        check_checkpoints(checkpoints, read_ids.shape[0], x.device)
     if not kernels:
         return reference.causal_conv1d_prefill(
             *arguments, cu_seqlens, bias=bias, activation=activation, checkpoints=checkpoints, out=out
@@ -214,11 +187,11 @@ def causal_conv1d_decode(
     Raises:
         InvalidArgumentError, UnsupportedConfigError, BackendUnavailableError: before any launch, nothing changed.
     """
-    kernels = _runs_kernels(backend, x)
+    kernels = runs_kernels(backend, "x", x)
     arguments = (x, weight, conv_state, read_ids, write_ids, positions)
     if kernels:
         return _decode(*arguments, bias, activation, settled, out)
-    _check("causal_conv1d_decode", *arguments, bias, activation, out, cu_seqlens=None, kernels=False)
+    _check("causal_conv1d_decode", *arguments, bias, activation, out, kernels=False)
     return reference.causal_conv1d_decode(*arguments, bias=bias, activation=activation, out=out)
 
 
@@ -243,14 +216,14 @@ def _decode(
     try:
         if out is None:
             out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        unfit = (x.data_ptr() | conv_state.data_ptr() | out.data_ptr()) % ALIGNMENT or not _is_dense(weight)
+        unfit = (x.data_ptr() | conv_state.data_ptr() | out.data_ptr()) % ALIGNMENT or not is_dense(weight)
         if unfit or weight.shape[1] not in WIDTHS or activation not in ACTIVATIONS or x.shape[0] == 0:
             raise ValueError
-        if bias is not None and (bias.shape != weight.shape[:1] or not _is_dense(bias)):
+        if bias is not None and (bias.shape != weight.shape[:1] or not is_dense(bias)):
             raise ValueError
         conv_launch.launch_decode(*arguments, bias, activation, out, settled=settled)
     except (TypeError, ValueError, AttributeError, KeyError, IndexError):
-        _check("causal_conv1d_decode", *arguments, bias, activation, out, cu_seqlens=None, kernels=True)
+        _check("causal_conv1d_decode", *arguments, bias, activation, out, kernels=True)
         if x.shape[0] != 0:
             raise
     return out
@@ -286,10 +259,12 @@ def causal_conv1d_verify(
     Raises:
         InvalidArgumentError, UnsupportedConfigError, BackendUnavailableError: before any launch, nothing changed.
     """
-    kernels = _runs_kernels(backend, x)
+    kernels = runs_kernels(backend, "x", x)
     arguments = (x, weight, conv_state, read_ids, write_ids, positions)
-    _check("causal_conv1d_verify", *arguments, bias, activation, out, cu_seqlens=cu_seqlens, kernels=kernels)
-    _check_draft(draft_log, num_accepted, read_ids, x.shape[1], x.dtype)
+    _check(
+        "causal_conv1d_verify", *arguments, bias, activation, out, packed=True, cu_seqlens=cu_seqlens, kernels=kernels
+    )
+    check_log(draft_log, num_accepted, read_ids.shape[0], x.device, inputs=(x.shape[1], x.dtype), kernels=kernels)
     if not kernels:
         return reference.causal_conv1d_verify(
             *arguments, cu_seqlens, draft_log, num_accepted, bias=bias, activation=activation, out=out
@@ -316,16 +291,17 @@ def causal_conv1d_commit(
     Raises:
         InvalidArgumentError, UnsupportedConfigError, BackendUnavailableError: before any launch, nothing changed.
     """
-    if not isinstance(conv_state, torch.Tensor) or conv_state.dim() != 3:
-        raise InvalidArgumentError("conv_state", getattr(conv_state, "shape", "no tensor"), "a pool [S, W, C]")
-    kernels, device = uses_kernels(backend, conv_state.device), conv_state.device
+    kernels = runs_kernels(backend, "conv_state", conv_state)
+    if conv_state.dim() != 3:
+        raise InvalidArgumentError("conv_state", conv_state.shape, "a pool [S, W, C]")
+    device = conv_state.device
     width, channels = conv_state.shape[1:]
     check_pool("conv_state", conv_state, (width, channels), FLOAT_DTYPES, device)
-    if not isinstance(read_ids, torch.Tensor) or read_ids.dim() != 1:
-        raise InvalidArgumentError("read_ids", getattr(read_ids, "shape", type(read_ids).__name__), "int32 [N]")
-    for name, ids in (("read_ids", read_ids), ("write_ids", write_ids), ("positions", positions)):
-        check_ids(name, ids, read_ids.shape[0], device)
-    _check_draft(draft_log, num_accepted, read_ids, channels, conv_state.dtype)
+    check_ids("read_ids", read_ids, None, device)
+    check_ids("write_ids", write_ids, read_ids.shape[0], device)
+    check_ids("positions", positions, read_ids.shape[0], device)
+    inputs = (channels, conv_state.dtype)
+    check_log(draft_log, num_accepted, read_ids.shape[0], device, inputs=inputs, kernels=kernels)
     if kernels:
         check_kernel_dtype("causal_conv1d_commit", "conv_state", conv_state.dtype, (torch.bfloat16,))
         _check_kernel_shape("causal_conv1d_commit", width, channels)

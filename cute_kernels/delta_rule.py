@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 
 import torch
 
-from .checkpoints import Checkpoints
 from .compile.cache import CompiledKernel, jit_cache
 from .configs import recurrent, tables
 from .draft_log import DraftLog
@@ -17,14 +16,17 @@ from .validation import (
     STATE_DTYPES,
     Backend,
     check_alignment,
+    check_dense,
+    check_gate,
     check_heads,
     check_ids,
     check_kernel_dtype,
     check_kernel_heads,
-    check_lower_bound,
+    check_log,
     check_pool,
     check_rows,
     check_tensor,
+    runs_kernels,
     uses_kernels,
 )
 
@@ -57,10 +59,12 @@ def check_arguments(
     *,
     kda: bool,
     lower_bound: float | None = None,
+    scale: float | None = None,
+    packed: bool = False,
     cu_seqlens: torch.Tensor | None = None,
     kernels: bool,
 ) -> None:
-    """Check everything about the arguments of a delta-rule operator that needs no look at values.
+    """Check everything about the arguments of a delta-rule operator that needs no look at values. `packed`: of sequences.
 
     Raises InvalidArgumentError for arguments that contradict each other and UnsupportedConfigError for a combination
     that only the references serve (when `kernels`).
@@ -78,21 +82,13 @@ def check_arguments(
     check_tensor("v", v, (rows, hv, value_size), inputs, device)
     check_tensor("g" if kda else "a", gate, (rows, hv, key_size) if kda else (rows, hv), FLOAT_DTYPES, device)
     check_tensor("b", b, (rows, hv), FLOAT_DTYPES, device)
-    parameters = PARAMETER_DTYPES if kernels else FLOAT_DTYPES
-    check_tensor("A_log", A_log, (hv,), parameters, device)
-    if kda and isinstance(dt_bias, torch.Tensor) and dt_bias.dim() == 2:
-        check_tensor("dt_bias", dt_bias, (hv, key_size), parameters, device)
-    else:
-        check_tensor("dt_bias", dt_bias, (hv * key_size if kda else hv,), parameters, device)
+    check_parameters(A_log, dt_bias, hv, (hv, key_size) if kda else (hv,), device, kernels=kernels)
     check_pool("state", state, (hv, value_size, key_size), STATE_DTYPES if kernels else FLOAT_DTYPES, device)
-    sequences = read_ids.shape[0] if isinstance(read_ids, torch.Tensor) and read_ids.dim() == 1 else rows
-    check_ids("read_ids", read_ids, sequences, device)
-    check_ids("write_ids", write_ids, sequences, device)
-    if cu_seqlens is not None:
-        check_ids("cu_seqlens", cu_seqlens, sequences + 1, device)
-    elif sequences != rows:
-        raise InvalidArgumentError("read_ids", f"{sequences} ids", f"{rows} ids, one for each row of q")
-    check_lower_bound(lower_bound)
+    check_ids("read_ids", read_ids, None if packed else rows, device)
+    check_ids("write_ids", write_ids, read_ids.shape[0], device)
+    if packed:
+        check_ids("cu_seqlens", cu_seqlens, read_ids.shape[0] + 1, device)
+    check_gate(lower_bound, scale)
     if out is not None:
         check_tensor("out", out, v.shape, (v.dtype,), device)
         check_rows("out", out)
@@ -104,69 +100,57 @@ def check_arguments(
             check_kernel_dtype(operator, name, tensor.dtype, (torch.bfloat16,))
         for name, tensor in (("q", q), ("k", k), ("v", v)) + ((("g", gate),) if kda else ()):
             check_alignment(name, tensor)
-        for name, tensor in (("A_log", A_log), ("dt_bias", dt_bias)):
-            if not tensor.is_contiguous():
-                raise InvalidArgumentError(name, f"strides {list(tensor.stride())}", "a contiguous tensor")
+        if packed and out is not None:
+            check_alignment("out", out)
 
 
-def check_log(
-    log: DraftLog, num_accepted: torch.Tensor, sequences: int, hk: int | None, hv: int, *, kda: bool, kernels: bool
+def check_parameters(
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    hv: int,
+    bias: tuple[int, ...],
+    device: torch.device,
+    *,
+    kernels: bool,
 ) -> None:
-    """Check a draft log and the accepted counts against the operator's shapes."""
-    if not isinstance(log, DraftLog):
-        raise InvalidArgumentError("draft_log", type(log).__name__, "a DraftLog")
-    device, batch, tokens, value_size = log.u.device, log.batch, log.max_tokens, log.u.shape[-1]
-    key_size = log.k.shape[-1]
-    floats: Sequence[torch.dtype] = (torch.bfloat16,) if kernels else FLOAT_DTYPES
-    exact: Sequence[torch.dtype] = (torch.float32,) if kernels else FLOAT_DTYPES
-    check_tensor("draft_log.k", log.k, (batch, 2, tokens, hk, key_size), floats, device)
-    check_tensor("draft_log.u", log.u, (batch, 2, tokens, hv, value_size), exact, device)
-    gate = (batch, 2, tokens, hv, key_size) if kda else (batch, 2, tokens, hv)
-    check_tensor("draft_log.g", log.g, gate, floats if kda else exact, device)
-    check_ids("draft_log.half", log.half, batch, device)
-    if log.rows is not None:
-        check_ids("draft_log.rows", log.rows, sequences, device)
-    elif sequences > batch:
-        raise InvalidArgumentError("draft_log", f"{batch} log rows", f"at least {sequences} (one a sequence), or rows")
-    check_ids("num_accepted", num_accepted, sequences, device)
-
-
-def check_checkpoints(checkpoints: Checkpoints, read_ids: torch.Tensor) -> None:
-    """Check a checkpoint plan's tensors against the number of sequences."""
-    if not isinstance(checkpoints, Checkpoints):
-        raise InvalidArgumentError("checkpoints", type(checkpoints).__name__, "a Checkpoints or None")
-    check_ids("checkpoints.cu", checkpoints.cu, read_ids.shape[0] + 1, read_ids.device)
-    entries = checkpoints.ends.shape[0]
-    check_ids("checkpoints.ends", checkpoints.ends, entries, read_ids.device)
-    check_ids("checkpoints.slots", checkpoints.slots, entries, read_ids.device)
+    """Check the gate's parameters: A_log `[HV]`, dt_bias of the shape `bias` or flat."""
+    dtypes = PARAMETER_DTYPES if kernels else FLOAT_DTYPES
+    check_tensor("A_log", A_log, (hv,), dtypes, device)
+    flat = not isinstance(dt_bias, torch.Tensor) or dt_bias.dim() == 1
+    check_tensor("dt_bias", dt_bias, (math.prod(bias),) if flat else bias, dtypes, device)
+    if kernels:
+        if not A_log.is_contiguous():
+            raise InvalidArgumentError("A_log", f"strides {list(A_log.stride())}", "a contiguous tensor")
+        check_dense("dt_bias", dt_bias)
 
 
 def check_commit_arguments(
     operator: str,
-    A_log: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
+    parameters: tuple[torch.Tensor, torch.Tensor] | None,
     state: torch.Tensor,
     read_ids: torch.Tensor,
     write_ids: torch.Tensor,
+    log: DraftLog,
+    num_accepted: torch.Tensor,
     *,
     lower_bound: float | None = None,
     kernels: bool,
 ) -> None:
-    """Check the arguments of a commit; A_log and dt_bias are KDA's, which recomputes gates from logged raw ones."""
+    """Check the arguments of a commit. `parameters`: A_log and dt_bias of KDA, which recomputes gates from logged raw ones."""
     if not isinstance(state, torch.Tensor) or state.dim() != 4:
         raise InvalidArgumentError("state", getattr(state, "shape", type(state).__name__), "a pool [S, HV, V, K]")
     _, hv, value_size, key_size = state.shape
     dtypes = STATE_DTYPES if kernels else FLOAT_DTYPES
     check_pool("state", state, (hv, value_size, key_size), dtypes, state.device)
-    check_ids("read_ids", read_ids, read_ids.shape[0], state.device)
+    check_ids("read_ids", read_ids, None, state.device)
     check_ids("write_ids", write_ids, read_ids.shape[0], state.device)
-    check_lower_bound(lower_bound)
-    if A_log is not None and dt_bias is not None:
-        parameters = PARAMETER_DTYPES if kernels else FLOAT_DTYPES
-        check_tensor("A_log", A_log, (hv,), parameters, state.device)
-        check_tensor("dt_bias", dt_bias.reshape(-1), (hv * key_size,), parameters, state.device)
+    check_gate(lower_bound, None)
     if kernels:
         check_kernel_heads(operator, key_size, value_size)
+    kda, heads = parameters is not None, (None, hv, key_size, value_size)
+    if parameters is not None:
+        check_parameters(*parameters, hv, (hv, key_size), state.device, kernels=kernels)
+    check_log(log, num_accepted, read_ids.shape[0], state.device, heads=heads, kda=kda, kernels=kernels)
 
 
 def launch_decode(
@@ -198,7 +182,7 @@ def launch_decode(
         (rows, hk, width), hv = q.shape, v.shape[1]
         bias = dt_bias.view(-1) if kda and dt_bias.dim() == 2 else dt_bias
         function = decode_function(
-            backend, q.get_device(), kda, lower_bound, state.dtype, rows, hk, hv, bias.numel() if kda else hv
+            backend, q.get_device(), kda, lower_bound, scale, state.dtype, rows, hk, hv, bias.numel() if kda else hv
         )
         if out is None:
             out = torch.empty_like(v)
@@ -220,11 +204,11 @@ def launch_decode(
             lower_bound or 0.0,
         )
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RuntimeError):
-        if not uses_kernels(backend, q.device):
+        if not runs_kernels(backend, "q", q):
             return None
         arguments = (q, k, v, gate, b, A_log, dt_bias, state, read_ids, write_ids)
         operator = "kda_decode" if kda else "gdn_decode"
-        check_arguments(operator, *arguments, out, kda=kda, lower_bound=lower_bound, kernels=True)
+        check_arguments(operator, *arguments, out, kda=kda, lower_bound=lower_bound, scale=scale, kernels=True)
         if q.shape[0]:
             raise
         out = torch.empty_like(v) if out is None else out
@@ -237,6 +221,7 @@ def decode_function(
     device: int,
     kda: bool,
     lower_bound: float | None,
+    scale: float | None,
     dtype: torch.dtype,
     rows: int,
     hk: int,
@@ -251,6 +236,7 @@ def decode_function(
     if device < 0 or not uses_kernels(backend, torch.device("cuda", device)):
         raise ValueError
     sound = hv % hk == 0 and bias == (hv * HEAD_DIM if kda else hv)
-    if rows == 0 or not sound or not (lower_bound is None or lower_bound < 0.0):
+    if rows == 0 or not sound:
         raise ValueError
+    check_gate(lower_bound, scale)
     return recurrent_decode(recurrent.choose(kind_of(kda, lower_bound), STATE_NAMES[dtype], rows * hv))

@@ -9,10 +9,10 @@ import torch
 
 from . import prefill_launch, reference, verify_launch
 from .checkpoints import Checkpoints
-from .delta_rule import check_arguments, check_checkpoints, check_commit_arguments, check_log, kind_of, launch_decode
+from .delta_rule import check_arguments, check_commit_arguments, kind_of, launch_decode
 from .draft_log import DraftLog
 from .opaque import operator
-from .validation import Backend, is_sound, parts_of, remember, signature, uses_kernels
+from .validation import Backend, check_checkpoints, check_log, is_sound, parts_of, remember, runs_kernels, signature
 
 
 @operator("state")
@@ -47,13 +47,15 @@ def gdn_prefill(
     Raises:
         InvalidArgumentError, UnsupportedConfigError, BackendUnavailableError: before any launch, nothing changed.
     """
-    kernels = uses_kernels(backend, q.device)
+    kernels = runs_kernels(backend, "q", q)
     arguments = (q, k, v, a, b, A_log, dt_bias, state, read_ids, write_ids)
-    facts = signature("gdn_prefill", kernels, *arguments, out, cu_seqlens, *parts_of(checkpoints))
+    facts = signature("gdn_prefill", kernels, scale, *arguments, out, cu_seqlens, *parts_of(checkpoints))
     if not is_sound(facts):
-        check_arguments("gdn_prefill", *arguments, out, kda=False, cu_seqlens=cu_seqlens, kernels=kernels)
+        check_arguments(
+            "gdn_prefill", *arguments, out, kda=False, scale=scale, packed=True, cu_seqlens=cu_seqlens, kernels=kernels
+        )
         if checkpoints is not None:
-            check_checkpoints(checkpoints, read_ids)
+            check_checkpoints(checkpoints, read_ids.shape[0], q.device)
         remember(facts)
     if not kernels:
         return reference.gdn_prefill(
@@ -123,7 +125,7 @@ def gdn_decode(
     if done is not None:
         return done
     arguments = (q, k, v, a, b, A_log, dt_bias, state, read_ids, write_ids)
-    check_arguments("gdn_decode", *arguments, out, kda=False, kernels=False)
+    check_arguments("gdn_decode", *arguments, out, kda=False, scale=scale, kernels=False)
     return reference.gdn_decode(*arguments, scale=scale, qk_l2norm=qk_l2norm, out=out)
 
 
@@ -169,12 +171,21 @@ def gdn_verify(
     Raises:
         InvalidArgumentError, UnsupportedConfigError, BackendUnavailableError: before any launch, nothing changed.
     """
-    kernels = uses_kernels(backend, q.device)
+    kernels = runs_kernels(backend, "q", q)
     arguments = (q, k, v, a, b, A_log, dt_bias, state, read_ids, write_ids)
-    facts = signature("gdn_verify", kernels, *arguments, out, cu_seqlens, num_accepted, *parts_of(draft_log))
+    facts = signature("gdn_verify", kernels, scale, *arguments, out, cu_seqlens, num_accepted, *parts_of(draft_log))
     if not is_sound(facts):
-        check_arguments("gdn_verify", *arguments, out, kda=False, cu_seqlens=cu_seqlens, kernels=kernels)
-        check_log(draft_log, num_accepted, read_ids.shape[0], q.shape[1], v.shape[1], kda=False, kernels=kernels)
+        check_arguments(
+            "gdn_verify", *arguments, out, kda=False, scale=scale, packed=True, cu_seqlens=cu_seqlens, kernels=kernels
+        )
+        check_log(
+            draft_log,
+            num_accepted,
+            read_ids.shape[0],
+            q.device,
+            heads=(q.shape[1], v.shape[1], q.shape[2], v.shape[2]),
+            kernels=kernels,
+        )
         remember(facts)
     if not kernels:
         return reference.gdn_verify(
@@ -223,9 +234,8 @@ def gdn_commit(
     Raises:
         InvalidArgumentError, UnsupportedConfigError, BackendUnavailableError: before any launch, nothing changed.
     """
-    kernels = uses_kernels(backend, state.device)
-    check_commit_arguments("gdn_commit", None, None, state, read_ids, write_ids, kernels=kernels)
-    check_log(draft_log, num_accepted, read_ids.shape[0], None, state.shape[1], kda=False, kernels=kernels)
+    kernels = runs_kernels(backend, "state", state)
+    check_commit_arguments("gdn_commit", None, state, read_ids, write_ids, draft_log, num_accepted, kernels=kernels)
     if not kernels:
         reference.gdn_commit(state, read_ids, write_ids, draft_log, num_accepted, round_every_token=round_every_token)
         return

@@ -9,10 +9,10 @@ import torch
 
 from . import prefill_launch, reference, verify_launch
 from .checkpoints import Checkpoints
-from .delta_rule import check_arguments, check_checkpoints, check_commit_arguments, check_log, kind_of, launch_decode
+from .delta_rule import check_arguments, check_commit_arguments, kind_of, launch_decode
 from .draft_log import DraftLog
 from .opaque import operator
-from .validation import Backend, is_sound, parts_of, remember, signature, uses_kernels
+from .validation import Backend, check_checkpoints, check_log, is_sound, parts_of, remember, runs_kernels, signature
 
 
 @operator("state")
@@ -48,15 +48,23 @@ def kda_prefill(
     Raises:
         InvalidArgumentError, UnsupportedConfigError, BackendUnavailableError: before any launch, nothing changed.
     """
-    kernels = uses_kernels(backend, q.device)
+    kernels = runs_kernels(backend, "q", q)
     arguments = (q, k, v, g, b, A_log, dt_bias, state, read_ids, write_ids)
-    facts = signature("kda_prefill", kernels, lower_bound, *arguments, out, cu_seqlens, *parts_of(checkpoints))
+    facts = signature("kda_prefill", kernels, lower_bound, scale, *arguments, out, cu_seqlens, *parts_of(checkpoints))
     if not is_sound(facts):
         check_arguments(
-            "kda_prefill", *arguments, out, kda=True, lower_bound=lower_bound, cu_seqlens=cu_seqlens, kernels=kernels
+            "kda_prefill",
+            *arguments,
+            out,
+            kda=True,
+            lower_bound=lower_bound,
+            scale=scale,
+            packed=True,
+            cu_seqlens=cu_seqlens,
+            kernels=kernels,
         )
         if checkpoints is not None:
-            check_checkpoints(checkpoints, read_ids)
+            check_checkpoints(checkpoints, read_ids.shape[0], q.device)
         remember(facts)
     if not kernels:
         return reference.kda_prefill(
@@ -151,7 +159,7 @@ def kda_decode(
     if done is not None:
         return done
     arguments = (q, k, v, g, b, A_log, dt_bias, state, read_ids, write_ids)
-    check_arguments("kda_decode", *arguments, out, kda=True, lower_bound=lower_bound, kernels=False)
+    check_arguments("kda_decode", *arguments, out, kda=True, lower_bound=lower_bound, scale=scale, kernels=False)
     return reference.kda_decode(*arguments, lower_bound=lower_bound, scale=scale, qk_l2norm=qk_l2norm, out=out)
 
 
@@ -198,16 +206,32 @@ def kda_verify(
     Raises:
         InvalidArgumentError, UnsupportedConfigError, BackendUnavailableError: before any launch, nothing changed.
     """
-    kernels = uses_kernels(backend, q.device)
+    kernels = runs_kernels(backend, "q", q)
     arguments = (q, k, v, g, b, A_log, dt_bias, state, read_ids, write_ids)
     facts = signature(
-        "kda_verify", kernels, lower_bound, *arguments, out, cu_seqlens, num_accepted, *parts_of(draft_log)
+        "kda_verify", kernels, lower_bound, scale, *arguments, out, cu_seqlens, num_accepted, *parts_of(draft_log)
     )
     if not is_sound(facts):
         check_arguments(
-            "kda_verify", *arguments, out, kda=True, lower_bound=lower_bound, cu_seqlens=cu_seqlens, kernels=kernels
+            "kda_verify",
+            *arguments,
+            out,
+            kda=True,
+            lower_bound=lower_bound,
+            scale=scale,
+            packed=True,
+            cu_seqlens=cu_seqlens,
+            kernels=kernels,
         )
-        check_log(draft_log, num_accepted, read_ids.shape[0], q.shape[1], v.shape[1], kda=True, kernels=kernels)
+        check_log(
+            draft_log,
+            num_accepted,
+            read_ids.shape[0],
+            q.device,
+            heads=(q.shape[1], v.shape[1], q.shape[2], v.shape[2]),
+            kda=True,
+            kernels=kernels,
+        )
         remember(facts)
     if not kernels:
         return reference.kda_verify(
@@ -260,11 +284,18 @@ def kda_commit(
     Raises:
         InvalidArgumentError, UnsupportedConfigError, BackendUnavailableError: before any launch, nothing changed.
     """
-    kernels = uses_kernels(backend, state.device)
+    kernels = runs_kernels(backend, "state", state)
     check_commit_arguments(
-        "kda_commit", A_log, dt_bias, state, read_ids, write_ids, lower_bound=lower_bound, kernels=kernels
+        "kda_commit",
+        (A_log, dt_bias),
+        state,
+        read_ids,
+        write_ids,
+        draft_log,
+        num_accepted,
+        lower_bound=lower_bound,
+        kernels=kernels,
     )
-    check_log(draft_log, num_accepted, read_ids.shape[0], None, state.shape[1], kda=True, kernels=kernels)
     if not kernels:
         reference.kda_commit(
             A_log,

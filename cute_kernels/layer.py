@@ -14,7 +14,7 @@ from .draft_log import DraftLog
 from .layer_launch import check_arguments, launch_decode, launch_verify, verify_arguments
 from .opaque import operator
 from .reference.layer import GateActivation
-from .validation import Backend, uses_kernels
+from .validation import Backend, runs_kernels
 
 
 @operator("conv_state", "state", "draft_log.k", "draft_log.u", "draft_log.g", "draft_log.x")
@@ -82,7 +82,7 @@ def gdn_layer_decode(
     arguments = (
         x, a, b, z, conv_weight, conv_state, A_log, dt_bias, norm_weight, state, read_ids, write_ids, positions,
     )  # fmt: skip
-    kernels = uses_kernels(backend, x.device)
+    kernels = runs_kernels(backend, "x", x)
     if kernels and cu_seqlens is None and draft_log is None and num_accepted is None:
         return launch_decode(
             "gdn_layer_decode", arguments, conv_bias, gate_activation, eps, scale, out, False, None, settled
@@ -93,7 +93,17 @@ def gdn_layer_decode(
             "gdn_layer_decode", arguments, conv_bias, gate_activation, eps, scale, verify, out, False, None, settled
         )
     check_arguments(
-        "gdn_layer_decode", arguments, conv_bias, gate_activation, None, verify, out, kda=False, kernels=False
+        "gdn_layer_decode",
+        arguments,
+        conv_bias,
+        gate_activation,
+        None,
+        scale,
+        eps,
+        verify,
+        out,
+        kda=False,
+        kernels=False,
     )
     return reference.gdn_layer_decode(
         *arguments,
@@ -152,7 +162,7 @@ def kda_layer_decode(
     arguments = (
         x, g, b, z, conv_weight, conv_state, A_log, dt_bias, norm_weight, state, read_ids, write_ids, positions,
     )  # fmt: skip
-    kernels = uses_kernels(backend, x.device)
+    kernels = runs_kernels(backend, "x", x)
     if kernels and cu_seqlens is None and draft_log is None and num_accepted is None:
         return launch_decode(
             "kda_layer_decode", arguments, conv_bias, gate_activation, eps, scale, out, True, lower_bound, settled
@@ -173,7 +183,17 @@ def kda_layer_decode(
             settled,
         )
     check_arguments(
-        "kda_layer_decode", arguments, conv_bias, gate_activation, lower_bound, verify, out, kda=True, kernels=False
+        "kda_layer_decode",
+        arguments,
+        conv_bias,
+        gate_activation,
+        lower_bound,
+        scale,
+        eps,
+        verify,
+        out,
+        kda=True,
+        kernels=False,
     )
     return reference.kda_layer_decode(
         *arguments,

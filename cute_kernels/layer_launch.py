@@ -8,9 +8,9 @@ from .compile.cache import CompiledKernel, jit_cache
 from .configs import layer as configs
 from .configs import tables
 from .configs.recurrent import StateDtype
-from .delta_rule import check_log, kind_of
+from .delta_rule import check_parameters, kind_of
 from .draft_log import DraftLog
-from .errors import InvalidArgumentError, UnsupportedConfigError
+from .errors import CompactStateError, InvalidArgumentError, UnsupportedConfigError
 from .reference.layer import GateActivation
 from .validation import (
     FLOAT_DTYPES,
@@ -18,14 +18,17 @@ from .validation import (
     STATE_DTYPES,
     check_alignment,
     check_choice,
+    check_dense,
+    check_gate,
     check_heads,
     check_ids,
     check_kernel_dtype,
     check_kernel_heads,
-    check_lower_bound,
+    check_log,
     check_pool,
     check_rows,
     check_tensor,
+    is_finite,
 )
 
 layer_decode = jit_cache("layer_decode")
@@ -60,6 +63,8 @@ def check_arguments(
     conv_bias: torch.Tensor | None,
     gate_activation: GateActivation,
     lower_bound: float | None,
+    scale: float | None,
+    eps: float,
     verify: Verify | None,
     out: torch.Tensor | None,
     *,
@@ -89,17 +94,12 @@ def check_arguments(
     hk = keys // (2 * key_size)
     check_heads(hk, hv, key_size, value_size)
     gate_name = "g" if kda else "a"
-    parameters = (torch.float32,) if kernels else FLOAT_DTYPES
     check_tensor("x", x, (rows, channels), FLOAT_DTYPES, device)
     check_tensor(gate_name, gate, (rows, hv, key_size) if kda else (rows, hv), FLOAT_DTYPES, device)
     check_tensor("b", b, (rows, hv), FLOAT_DTYPES, device)
     check_tensor("z", z, (rows, hv * value_size), FLOAT_DTYPES, device)
     check_tensor("conv_weight", conv_weight, (channels, width), FLOAT_DTYPES, device)
-    check_tensor("A_log", A_log, (hv,), parameters, device)
-    if kda and isinstance(dt_bias, torch.Tensor) and dt_bias.dim() == 2:
-        check_tensor("dt_bias", dt_bias, (hv, key_size), parameters, device)
-    else:
-        check_tensor("dt_bias", dt_bias, (hv * key_size if kda else hv,), parameters, device)
+    check_parameters(A_log, dt_bias, hv, (hv, key_size) if kda else (hv,), device, kernels=kernels)
     check_tensor("norm_weight", norm_weight, (value_size,), FLOAT_DTYPES, device)
     check_pool("state", state, (hv, value_size, key_size), STATE_DTYPES if kernels else FLOAT_DTYPES, device)
     check_pool("conv_state", conv_state, (width, channels), (x.dtype,), device)
@@ -107,17 +107,18 @@ def check_arguments(
         raise InvalidArgumentError("conv_state", f"{conv_state.shape[0]} slots", f"{slots}, those of state")
     if conv_bias is not None:
         check_tensor("conv_bias", conv_bias, (channels,), FLOAT_DTYPES, device)
-    sequences = rows
-    if verify is not None and isinstance(read_ids, torch.Tensor) and read_ids.dim() == 1:
-        sequences = read_ids.shape[0]
-    for name, ids in (("read_ids", read_ids), ("write_ids", write_ids), ("positions", positions)):
-        check_ids(name, ids, sequences, device)
+    check_ids("read_ids", read_ids, rows if verify is None else None, device)
+    sequences = read_ids.shape[0]
+    check_ids("write_ids", write_ids, sequences, device)
+    check_ids("positions", positions, sequences, device)
     if verify is not None:
-        check_ids("cu_seqlens", verify[0], sequences + 1, device)
-        check_log(verify[1], verify[2], sequences, hk, hv, kda=kda, kernels=kernels)
-        if verify[1].x is None or verify[1].x.shape[-1] != channels:
-            raise InvalidArgumentError("draft_log", "no log of these conv inputs", f"one with {channels} channels")
-    check_lower_bound(lower_bound)
+        cu_seqlens, log, num_accepted = verify
+        check_ids("cu_seqlens", cu_seqlens, sequences + 1, device)
+        heads, inputs = (hk, hv, key_size, value_size), (channels, x.dtype)
+        check_log(log, num_accepted, sequences, device, heads=heads, inputs=inputs, kda=kda, kernels=kernels)
+    check_gate(lower_bound, scale)
+    if not is_finite(eps) or eps < 0.0:
+        raise InvalidArgumentError("eps", repr(eps), "a finite number, not negative")
     check_choice("gate_activation", gate_activation, ("silu", "sigmoid"))
     inputs = (("x", x), (gate_name, gate), ("b", b), ("z", z), ("conv_weight", conv_weight))
     for name, tensor in inputs:
@@ -132,7 +133,7 @@ def check_arguments(
 def _check_kernel(
     operator: str, arguments: Arguments, conv_bias: torch.Tensor | None, out: torch.Tensor | None, kda: bool
 ) -> None:
-    x, gate, b, z, conv_weight, _, _, dt_bias, norm_weight, state = arguments[:10]
+    x, gate, b, z, conv_weight, _, _, _, norm_weight, state = arguments[:10]
     check_kernel_heads(operator, state.shape[3], state.shape[2])
     for name, tensor in (("x", x), ("g" if kda else "a", gate), ("b", b), ("z", z)):
         check_kernel_dtype(operator, name, tensor.dtype, (torch.bfloat16,))
@@ -148,13 +149,9 @@ def _check_kernel(
     vectors = (("x", x), ("z", z), *((("g", gate),) if kda else ()), *((("out", out),) if out is not None else ()))
     for name, tensor in vectors:
         check_alignment(name, tensor)
-    for name, tensor in (("conv_weight", conv_weight), ("norm_weight", norm_weight), ("dt_bias", dt_bias)):
-        if not tensor.is_contiguous():
-            raise InvalidArgumentError(name, f"strides {list(tensor.stride())}", "a contiguous tensor")
-        if name != "dt_bias" or kda:
-            check_alignment(name, tensor.view(-1)[:1])
-    if conv_bias is not None:
-        check_alignment("conv_bias", conv_bias[:1])
+    for name, parameter in (("conv_weight", conv_weight), ("norm_weight", norm_weight), ("conv_bias", conv_bias)):
+        if parameter is not None:
+            check_dense(name, parameter)
 
 
 def launch_decode(
@@ -183,7 +180,7 @@ def launch_decode(
         bias = dt_bias if dt_bias.dim() == 1 else dt_bias.view(-1)
         sizes = (rows, channels, z.shape[1], hv, bias.numel(), norm_weight.numel())
         dtypes = (state.dtype, conv_weight.dtype, norm_weight.dtype)
-        function, flags = decode_function(kda, lower_bound, gate_activation, dtypes, sizes)
+        function, flags = decode_function(kda, lower_bound, scale, eps, gate_activation, dtypes, sizes)
         rest = conv_weight
         if conv_bias is not None:
             if conv_bias.numel() != channels:
@@ -217,7 +214,9 @@ def launch_decode(
             eps,
         )
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RuntimeError):
-        check_arguments(operator, arguments, conv_bias, gate_activation, lower_bound, None, out, kda=kda, kernels=True)
+        check_arguments(
+            operator, arguments, conv_bias, gate_activation, lower_bound, scale, eps, None, out, kda=kda, kernels=True
+        )
         if out is None or x.shape[0]:
             raise
     return out
@@ -227,6 +226,8 @@ def launch_decode(
 def decode_function(
     kda: bool,
     lower_bound: float | None,
+    scale: float | None,
+    eps: float,
     gate_activation: GateActivation,
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
     sizes: tuple[int, int, int, int, int, int],
@@ -239,9 +240,10 @@ def decode_function(
     rows, channels, values, hv, bias, norm = sizes
     hk, rest = divmod(channels - hv * HEAD_DIM, 2 * HEAD_DIM)
     fits = hk > 0 and not rest and hv % hk == 0 and values == hv * HEAD_DIM and norm == HEAD_DIM
-    fits &= bias == (hv * HEAD_DIM if kda else hv) and (lower_bound is None or lower_bound < 0.0)
+    fits &= bias == (hv * HEAD_DIM if kda else hv) and is_finite(eps) and eps >= 0.0
     if not fits or gate_activation not in ("silu", "sigmoid"):
         raise ValueError
+    check_gate(lower_bound, scale)
     flags = configs.SILU_GATE if gate_activation == "silu" else 0
     flags |= configs.NORM_BF16 if dtypes[2] == torch.bfloat16 else 0
     names = (STATE_NAMES[dtypes[0]], STATE_NAMES[dtypes[1]])
@@ -272,50 +274,62 @@ def launch_verify(
         arguments
     )
     cu_seqlens, log, num_accepted = verify
-    signature = (
-        x.shape,
-        x.stride(),
-        gate.stride(),
-        z.shape,
-        z.stride(),
-        state.shape,
-        state.stride(),
-        conv_state.stride(),
-        norm_weight.shape,
-        dt_bias.shape,
-        None if conv_bias is None else conv_bias.shape,
-        gate_activation,
-        lower_bound,
-        log.k.shape,
-        None if log.x is None else log.x.shape,
-        None if log.rows is None else log.rows.shape,
-        read_ids.shape,
-        cu_seqlens.shape,
-    )
-    address = x.data_ptr() | z.data_ptr() | state.data_ptr() | conv_state.data_ptr() | conv_weight.data_ptr()
-    if kda:
-        address |= gate.data_ptr()
-    if out is not None:
-        address |= out.data_ptr()
-    if signature not in _checked or address % 16:
-        check_arguments(
-            operator, arguments, conv_bias, gate_activation, lower_bound, verify, out, kda=kda, kernels=True
-        )
-        _checked.add(signature)
-    if out is None:
-        out = torch.empty(z.shape, dtype=z.dtype, device=z.device)
-    if read_ids.shape[0] == 0:
-        return out.zero_()
-    flags = configs.SETTLED if settled else 0
-    flags |= configs.SILU_GATE if gate_activation == "silu" else 0
-    flags |= configs.CONV_BIAS if conv_bias is not None else 0
-    flags |= configs.MAPPED if log.rows is not None else 0
-    if norm_weight.dtype == torch.bfloat16:
-        flags |= configs.NORM_BF16
-        norm_weight = norm_weight.view(torch.float32)  # words of two; the kernel reads them by the flag
-    weight = STATE_NAMES.get(conv_weight.dtype, "float32")
-    key = configs.choose_verify_layer(kind_of(kda, lower_bound), STATE_NAMES.get(state.dtype, "float32"), weight)
     try:
+        signature = (
+            x.shape,
+            x.stride(),
+            gate.stride(),
+            z.shape,
+            z.stride(),
+            state.shape,
+            state.stride(),
+            conv_state.stride(),
+            norm_weight.shape,
+            dt_bias.shape,
+            None if conv_bias is None else conv_bias.shape,
+            gate_activation,
+            lower_bound,
+            scale,
+            eps,
+            log.k.shape,
+            None if log.x is None else log.x.shape,
+            None if log.rows is None else log.rows.shape,
+            read_ids.shape,
+            cu_seqlens.shape,
+        )
+        address = x.data_ptr() | z.data_ptr() | state.data_ptr() | conv_state.data_ptr() | conv_weight.data_ptr()
+        if kda:
+            address |= gate.data_ptr()
+        if out is not None:
+            address |= out.data_ptr()
+        if signature not in _checked or address % 16:
+            check_arguments(
+                operator,
+                arguments,
+                conv_bias,
+                gate_activation,
+                lower_bound,
+                scale,
+                eps,
+                verify,
+                out,
+                kda=kda,
+                kernels=True,
+            )
+            _checked.add(signature)
+        if out is None:
+            out = torch.empty(z.shape, dtype=z.dtype, device=z.device)
+        if read_ids.shape[0] == 0:
+            return out.zero_()
+        flags = configs.SETTLED if settled else 0
+        flags |= configs.SILU_GATE if gate_activation == "silu" else 0
+        flags |= configs.CONV_BIAS if conv_bias is not None else 0
+        flags |= configs.MAPPED if log.rows is not None else 0
+        if norm_weight.dtype == torch.bfloat16:
+            flags |= configs.NORM_BF16
+            norm_weight = norm_weight.view(torch.float32)  # words of two; the kernel reads them by the flag
+        weight = STATE_NAMES.get(conv_weight.dtype, "float32")
+        key = configs.choose_verify_layer(kind_of(kda, lower_bound), STATE_NAMES.get(state.dtype, "float32"), weight)
         layer_verify[configs.verify_file(key)](key)(
             x,
             gate,
@@ -345,9 +359,11 @@ def launch_verify(
             0.0 if lower_bound is None else lower_bound,
             eps,
         )
-    except (TypeError, ValueError):
+    except CompactStateError:
+        raise
+    except (TypeError, ValueError, AttributeError, LookupError, RuntimeError):
         check_arguments(
-            operator, arguments, conv_bias, gate_activation, lower_bound, verify, out, kda=kda, kernels=True
+            operator, arguments, conv_bias, gate_activation, lower_bound, scale, eps, verify, out, kda=kda, kernels=True
         )
         raise
     return out

@@ -9,7 +9,7 @@ from .compile.cache import jit_cache
 from .configs.state_ids import COUNTS, HALF, NEXT_IDS, StateIdsKey
 from .errors import InvalidArgumentError
 from .opaque import operator
-from .validation import Backend, check_ids, uses_kernels
+from .validation import Backend, check_ids, runs_kernels
 
 _advance = jit_cache("state_ids")
 KEY = StateIdsKey()
@@ -43,9 +43,7 @@ def advance_state_ids(
     Raises:
         InvalidArgumentError, BackendUnavailableError: before any launch, nothing changed.
     """
-    if not isinstance(read_ids, torch.Tensor):
-        raise InvalidArgumentError("read_ids", type(read_ids).__name__, "int32 [N]")
-    kernels = uses_kernels(backend, read_ids.device)
+    kernels = runs_kernels(backend, "read_ids", read_ids)
     optional = {
         "num_tokens": num_tokens,
         "num_accepted": num_accepted,
@@ -72,14 +70,12 @@ def _check(
     num_slots: int,
     optional: dict[str, torch.Tensor | None],
 ) -> None:
-    if read_ids.dim() != 1:
-        raise InvalidArgumentError("read_ids", list(read_ids.shape), "int32 [N]")
-    n, device = read_ids.shape[0], read_ids.device
-    for name, ids in {"read_ids": read_ids, "write_ids": write_ids, "positions": positions, **optional}.items():
-        if ids is not None:
-            check_ids(name, ids, n, device)
-    if num_slots < 0:
-        raise InvalidArgumentError("num_slots", num_slots, "the number of slots of the pool")
+    check_ids("read_ids", read_ids, None, read_ids.device)
+    given = {name: ids for name, ids in optional.items() if ids is not None}
+    for name, ids in {"write_ids": write_ids, "positions": positions, **given}.items():
+        check_ids(name, ids, read_ids.shape[0], read_ids.device)
+    if not isinstance(num_slots, int) or not 0 <= num_slots < 2**31:
+        raise InvalidArgumentError("num_slots", repr(num_slots), "the number of slots of the pool, an int below 2**31")
 
 
 def _launch(
@@ -93,7 +89,7 @@ def _launch(
     next_write_ids: torch.Tensor | None,
 ) -> None:
     """Without its flag a tensor is not looked at: the read ids stand in for it."""
-    if num_slots < 0:
+    if not 0 <= num_slots < 2**31:
         raise ValueError
     flags = 0
     counts, half, next_ids = read_ids, read_ids, read_ids

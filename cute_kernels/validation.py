@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+import numbers
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 
+from .checkpoints import Checkpoints
+from .draft_log import DraftLog
 from .errors import BackendUnavailableError, InvalidArgumentError, UnsupportedConfigError
 
 Backend = Literal["auto", "kernels", "reference"]
+BACKENDS = ("auto", "kernels", "reference")
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 HEAD_DIM = 128  # key and value head size the kernels serve
@@ -46,11 +51,11 @@ def check_tensor(
         raise InvalidArgumentError(name, _describe(tensor), f"{kinds} [{sizes}] on {device}")
 
 
-def check_ids(name: str, ids: torch.Tensor, n: int, device: torch.device) -> None:
-    """Raise unless `ids` is a contiguous int32 [n] tensor on `device`; values outside the pool mean none."""
+def check_ids(name: str, ids: torch.Tensor, n: int | None, device: torch.device) -> None:
+    """Raise unless `ids` is a contiguous int32 [n] tensor (None: any length) on `device`; values outside the pool mean none."""
     check_tensor(name, ids, (n,), (torch.int32,), device)
-    if n > 1 and ids.stride(0) != 1:
-        raise InvalidArgumentError(name, _describe(ids), f"contiguous int32 [{n}]")
+    if not ids.is_contiguous():
+        raise InvalidArgumentError(name, _describe(ids), f"contiguous int32 {list(ids.shape)}")
 
 
 def check_rows(name: str, rows: torch.Tensor) -> None:
@@ -73,6 +78,21 @@ def check_alignment(name: str, tensor: torch.Tensor, bytes_: int = ALIGNMENT) ->
         )
 
 
+def check_dense(name: str, tensor: torch.Tensor) -> None:
+    """Raise unless the tensor is contiguous and its address a multiple of 16 bytes."""
+    if not is_dense(tensor):
+        raise InvalidArgumentError(
+            name,
+            f"address {tensor.data_ptr():#x}, strides {list(tensor.stride())}",
+            f"a contiguous tensor at a multiple of {ALIGNMENT} B",
+        )
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is contiguous and its address a multiple of 16 bytes."""
+    return tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0
+
+
 def check_pool(
     name: str, pool: torch.Tensor, inner: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device
 ) -> None:
@@ -92,10 +112,69 @@ def check_heads(hk: int, hv: int, k: int, v: int) -> None:
         raise InvalidArgumentError("q, v", f"head sizes {k}, {v}", "positive head sizes")
 
 
-def check_lower_bound(lower_bound: float | None) -> None:
-    """Raise unless the gate's bound is None (softplus) or negative."""
-    if lower_bound is not None and not lower_bound < 0.0:
-        raise InvalidArgumentError("lower_bound", lower_bound, "None (softplus gate) or a negative number")
+def is_finite(value: object) -> bool:
+    """Whether the value is a finite number."""
+    return isinstance(value, numbers.Real) and math.isfinite(value)
+
+
+def check_gate(lower_bound: float | None, scale: float | None) -> None:
+    """Raise unless the gate's bound is None (softplus) or negative, and the scale of the output None or a finite number."""
+    if lower_bound is not None and not (is_finite(lower_bound) and lower_bound < 0.0):
+        raise InvalidArgumentError("lower_bound", repr(lower_bound), "None (softplus gate) or a negative number")
+    if scale is not None and not is_finite(scale):
+        raise InvalidArgumentError("scale", repr(scale), "None (K ** -0.5) or a finite number")
+
+
+def check_checkpoints(plan: Checkpoints, sequences: int, device: torch.device) -> None:
+    """Check a checkpoint plan's tensors against the number of sequences."""
+    if not isinstance(plan, Checkpoints):
+        raise InvalidArgumentError("checkpoints", type(plan).__name__, "a Checkpoints or None")
+    check_ids("checkpoints.cu", plan.cu, sequences + 1, device)
+    check_ids("checkpoints.ends", plan.ends, None, device)
+    check_ids("checkpoints.slots", plan.slots, plan.ends.shape[0], device)
+
+
+def check_log(
+    log: DraftLog,
+    num_accepted: torch.Tensor,
+    sequences: int,
+    device: torch.device,
+    *,
+    heads: tuple[int | None, int, int, int] | None = None,
+    inputs: tuple[int, torch.dtype] | None = None,
+    kda: bool = False,
+    kernels: bool,
+) -> None:
+    """Check a draft log and the accepted counts against the operator's shapes.
+
+    `heads`: HK (None: any), HV, K and V of the keys, updates and gates to be there. `inputs`: channels and dtype of conv inputs.
+    """
+    if not isinstance(log, DraftLog):
+        raise InvalidArgumentError("draft_log", type(log).__name__, "a DraftLog")
+    if not isinstance(log.k, torch.Tensor) or log.k.dim() != 5:
+        raise InvalidArgumentError("draft_log.k", _describe(log.k), "a tensor [B, 2, Tmax, HK, K]")
+    parts: list[tuple[str, Any, tuple[int | None, ...], Sequence[torch.dtype]]] = []
+    if heads is not None:
+        hk, hv, key_size, value_size = heads
+        raw: Sequence[torch.dtype] = (torch.bfloat16,) if kernels else FLOAT_DTYPES
+        exact: Sequence[torch.dtype] = (torch.float32,) if kernels else FLOAT_DTYPES
+        parts.append(("draft_log.k", log.k, (hk, key_size), raw))
+        parts.append(("draft_log.u", log.u, (hv, value_size), exact))
+        parts.append(("draft_log.g", log.g, (hv, key_size) if kda else (hv,), raw if kda else exact))
+    if inputs is not None:
+        parts.append(("draft_log.x", log.x, inputs[:1], inputs[1:]))
+    for name, part, inner, dtypes in parts:
+        check_tensor(name, part, (log.batch, 2, log.max_tokens, *inner), dtypes, device)
+        if kernels:
+            check_dense(name, part)
+    check_ids("draft_log.half", log.half, log.batch, device)
+    check_ids("num_accepted", num_accepted, sequences, device)
+    if log.rows is not None:
+        check_ids("draft_log.rows", log.rows, sequences, device)
+    elif sequences > log.batch:
+        raise InvalidArgumentError(
+            "draft_log", f"{log.batch} log rows", f"at least {sequences} (one a sequence), or rows"
+        )
 
 
 def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
@@ -109,13 +188,24 @@ def uses_kernels(backend: Backend, device: torch.device) -> bool:
     """Whether this call runs kernels. "kernels" off an sm_90 device is a BackendUnavailableError; "auto" falls back."""
     if backend == "reference":
         return False
-    check_choice("backend", backend, ("auto", "kernels", "reference"))
+    check_choice("backend", backend, BACKENDS)
     fits = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
     if not fits and backend == "kernels":
         raise BackendUnavailableError(
             f"backend='kernels': tensors are on {device}; allowed: a CUDA device of compute capability 9.0 (H100, H200)"
         )
     return fits
+
+
+def runs_kernels(backend: Backend, name: str, tensor: torch.Tensor) -> bool:
+    """`uses_kernels` of a call whose first tensor is this; raises InvalidArgumentError for one that is none."""
+    if not isinstance(tensor, torch.Tensor):
+        raise InvalidArgumentError(name, _describe(tensor), "a tensor")
+    try:
+        return uses_kernels(backend, tensor.device)
+    except TypeError:  # a backend that has no hash
+        check_choice("backend", backend, BACKENDS)
+        raise
 
 
 def check_kernel_heads(operator: str, k: int, v: int) -> None:

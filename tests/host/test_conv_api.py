@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -13,16 +11,16 @@ from compact_state.cute_kernels import (
     causal_conv1d_decode,
     causal_conv1d_prefill,
     causal_conv1d_verify,
-    conv1d,
     conv_launch,
     reference,
+    validation,
 )
 from compact_state.cute_kernels import state_ids as state_ids_api
 from compact_state.cute_kernels.checkpoints import Checkpoints
 from compact_state.cute_kernels.compile.manifest import manifest
 from compact_state.cute_kernels.configs import conv1d as configs
 from compact_state.cute_kernels.draft_log import DraftLog
-from compact_state.cute_kernels.errors import BackendUnavailableError, InvalidArgumentError, UnsupportedConfigError
+from compact_state.cute_kernels.errors import InvalidArgumentError, UnsupportedConfigError
 from compact_state.cute_kernels.reference.datasets import cu_seqlens, ids
 
 N, C, W, S = 3, 16, 4, 5
@@ -62,7 +60,7 @@ def arguments(operator, dtype=BF16):
 def on_kernels(monkeypatch):
     """Every call takes the kernels' path, whose launches only record that they happened."""
     launches = []
-    monkeypatch.setattr(conv1d, "uses_kernels", lambda backend, device: True)
+    monkeypatch.setattr(validation, "uses_kernels", lambda backend, device: True)
     for name in ("launch_prefill", "launch_decode", "launch_verify", "launch_commit"):
         monkeypatch.setattr(conv_launch, name, lambda *a, name=name, **k: launches.append(name))
     return launches
@@ -87,56 +85,6 @@ def test_auto_runs_the_reference_here(operator):
     assert torch.equal(ours["conv_state"], theirs["conv_state"])
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_kernels_off_the_gpu_are_an_error(operator):
-    given = arguments(operator)
-    refused(operator, {**given, "backend": "kernels"}, BackendUnavailableError, r"tensors are on cpu; allowed: a CUDA")
-    refused(operator, {**given, "backend": "triton"}, InvalidArgumentError, r"backend: got 'triton'; allowed: 'auto'")
-
-
-WRONG = [
-    ("x", [[1.0]], ALL, r"x: got list; allowed: a tensor"),
-    ("x", torch.zeros(N, C, 1), ALL, r"x: got .*\[3, 16, 1\].*allowed: a tensor \[rows, C\]"),
-    ("x", torch.zeros(N, C, dtype=torch.int32), ALL, r"x: got torch.int32"),
-    ("x", torch.zeros(C, N, dtype=BF16).t(), ALL, r"x: got .*strides \[1, 3\].*allowed: rows whose trailing"),
-    ("weight", torch.zeros(C), ALL, r"weight: got .*allowed: a tensor \[C, W\]"),
-    ("weight", torch.zeros(C + 8, W), ALL, r"weight: got torch.float32 \[24, 4\].*allowed: .*\[16, 4\] on cpu"),
-    ("weight", torch.zeros(W, C).t(), ALL, r"weight: got .*allowed: rows whose trailing"),
-    ("conv_state", torch.zeros(S, C), (*ALL, "commit"), r"conv_state: got .*allowed: "),
-    ("conv_state", torch.zeros(S, W - 1, C, dtype=BF16), ALL, r"conv_state: got .*\[5, 3, 16\].*\[any, 4, 16\]"),
-    ("conv_state", torch.zeros(S, W, C), ALL, r"conv_state: got torch.float32.*allowed: torch.bfloat16"),
-    ("conv_state", torch.zeros(S, W * C + 4, dtype=BF16)[:, :-4].unflatten(1, (W, C)), (*ALL, "commit"),
-     r"conv_state: got address .*row stride 136 B; allowed: .*multiples of 16 B"),
-    ("conv_state", torch.zeros(S, C, W, dtype=BF16).mT, (*ALL, "commit"), r"conv_state: got .*allowed: rows whose"),
-    ("activation", "relu", ALL, r"activation: got 'relu'; allowed: 'silu' or None"),
-    ("bias", torch.zeros(C + 1), ALL, r"bias: got .*\[17\].*allowed: .*\[16\]"),
-    ("read_ids", [0, 1, 2], (*ALL, "commit"), r"read_ids: got list; allowed: "),
-    ("read_ids", ids(0, 1), ("decode",), r"read_ids: got torch.int32 \[2\].*allowed: torch.int32 \[3\]"),
-    ("write_ids", ids(0, 1), (*ALL, "commit"), r"write_ids: got torch.int32 \[2\].*allowed: torch.int32 \[3\]"),
-    ("positions", ids(0, 1, 2, 3), (*ALL, "commit"), r"positions: got torch.int32 \[4\]"),
-    ("cu_seqlens", ids(0, 1, 2), ("prefill", "verify"), r"cu_seqlens: got torch.int32 \[3\].*allowed: torch.int32 \[4\]"),
-    ("out", torch.zeros(N, C), ALL, r"out: got torch.float32.*allowed: torch.bfloat16"),
-    ("out", torch.zeros(N + 1, C, dtype=BF16), ALL, r"out: got .*\[4, 16\].*allowed: .*\[3, 16\]"),
-    ("checkpoints", "all", ("prefill",), r"checkpoints: got str; allowed: a Checkpoints"),
-    ("checkpoints", Checkpoints(ids(0, 0), ids(), ids()), ("prefill",), r"checkpoints.cu: got .*\[2\].*\[4\]"),
-    ("checkpoints", Checkpoints(ids(0, 1, 1, 1), ids(1), ids()), ("prefill",), r"checkpoints.slots: got .*\[0\].*\[1\]"),
-    ("draft_log", None, ("verify", "commit"), r"draft_log: got no log of conv inputs; allowed: a DraftLog"),
-    ("num_accepted", ids(0, 0), ("verify", "commit"), r"num_accepted: got torch.int32 \[2\].*\[3\]"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("kernels", [False, True])
-@pytest.mark.parametrize(
-    ("operator", "name", "value", "match"),
-    [(operator, name, value, match) for name, value, operators, match in WRONG for operator in operators],
-)
-def test_wrong_arguments_are_named(operator, name, value, match, kernels, request):
-    launches = request.getfixturevalue("on_kernels") if kernels else []
-    refuse_by_itself(request, kernels)
-    refused(operator, {**arguments(operator), name: value}, InvalidArgumentError, match)
-    assert not launches
-
-
 def refuse_by_itself(request, kernels):
     """Decode leaves most checks to the loaded function, which refuses what is wrong before it launches."""
     if kernels:
@@ -145,46 +93,6 @@ def refuse_by_itself(request, kernels):
             raise TypeError("the loaded function's own words")
 
         request.getfixturevalue("monkeypatch").setattr(conv_launch, "launch_decode", launch_decode)
-
-
-@pytest.mark.parametrize("name", ["read_ids", "write_ids", "positions", "num_accepted"])
-@pytest.mark.parametrize("form", ["int64", "[N, 1]", "a column of a table"])
-def test_A8_other_forms_of_ids_are_refused(name, form):
-    value = ids(0, 1, 2)
-    value = {
-        "int64": value.long(),
-        "[N, 1]": value[:, None],
-        "a column of a table": torch.zeros(N, 7, dtype=torch.int32)[:, 0],
-    }[form]
-    for operator in OPERATORS:
-        given = arguments(operator)
-        if name in given:
-            refused(operator, {**given, name: value}, InvalidArgumentError, rf"{name}: got .*allowed: ")
-
-
-@pytest.mark.parametrize("operator", ["verify", "commit"])
-def test_logs_that_do_not_fit_are_refused(operator):
-    given = arguments(operator)
-    log = given["draft_log"]
-
-    def change(**fields):
-        return {**given, "draft_log": dataclasses.replace(log, **fields)}
-
-    refused(operator, change(x=None), InvalidArgumentError, "draft_log: got no log of conv inputs")
-    refused(operator, change(x=log.x[..., :8]), InvalidArgumentError, r"draft_log.x: got .*allowed: .*\[3, 2, 8, 16\]")
-    refused(operator, change(x=log.x.float()), InvalidArgumentError, r"draft_log.x: got torch.float32")
-    wide = torch.zeros(N, 2, 8, 2 * C, dtype=BF16)[..., :C]
-    refused(operator, change(x=wide), InvalidArgumentError, r"draft_log.x: got strides .*allowed: a contiguous tensor")
-    refused(operator, change(half=ids(0, 0)), InvalidArgumentError, r"draft_log.half: got .*\[2\].*allowed: .*\[3\]")
-    refused(operator, change(rows=ids(0, 1)), InvalidArgumentError, r"draft_log.rows: got .*\[2\].*allowed: .*\[3\]")
-    # F6: four log rows cannot serve five sequences, unless a map says which.
-    short = DraftLog.allocate("gdn", N - 1, 1, 1, C, head_dim_k=8, head_dim_v=8)
-    refused(
-        operator, {**given, "draft_log": short}, InvalidArgumentError, "draft_log: got 2 log rows; allowed: at least 3"
-    )
-    short.rows = ids(1, 0, -1)
-    short.x.zero_()
-    OPERATORS[operator](**{**given, "draft_log": short})
 
 
 UNSERVED = [
@@ -214,28 +122,6 @@ def test_what_only_references_serve_is_named(operator, change, match, on_kernels
     assert not on_kernels
 
 
-def off_by(elements, *shape):
-    """A tensor whose address is `elements` bf16 elements behind a 16-byte boundary."""
-    size = torch.Size(shape).numel()
-    return torch.zeros(size + 16, dtype=BF16)[elements : elements + size].view(shape)
-
-
-@pytest.mark.parametrize("operator", ALL)
-def test_C3_memory_off_16_bytes_is_refused_by_kernels(operator, on_kernels):
-    projection = torch.zeros(N, C + 12, dtype=BF16)
-    changes = [
-        ("x", projection[:, 4 : 4 + C], r"x: got address .*row stride 56 B; allowed: .*multiples of 16 B"),
-        ("weight", off_by(1, C, W), r"weight: got address .*allowed: a contiguous tensor at a multiple of 16 B"),
-        ("weight", torch.zeros(C, 2 * W, dtype=BF16)[:, :W], r"weight: got .*strides \[8, 1\]"),
-        ("bias", off_by(1, C), r"bias: got address .*allowed: a contiguous tensor"),
-        ("bias", torch.zeros(C, 2, dtype=BF16)[:, 0], r"bias: got .*strides \[2\]"),
-        ("out", off_by(4, N, C), r"out: got address"),
-    ]
-    for name, value, match in changes:
-        refused(operator, {**arguments(operator), name: value}, InvalidArgumentError, match)
-    assert not on_kernels
-
-
 def test_prefill_into_its_input_is_refused_by_kernels(on_kernels):
     given = arguments("prefill")
     refused("prefill", {**given, "out": given["x"]}, InvalidArgumentError, "out: got x itself; allowed: memory apart")
@@ -262,7 +148,7 @@ def test_launches_pass_flags_and_stand_ins(monkeypatch):
     calls = []
     for name in ("_decode", "_prefill", "_verify"):
         monkeypatch.setattr(conv_launch, name, lambda key: lambda *given: calls.append((key, given)))
-    monkeypatch.setattr(conv1d, "uses_kernels", lambda backend, device: True)
+    monkeypatch.setattr(validation, "uses_kernels", lambda backend, device: True)
     given = arguments("decode")
     causal_conv1d_decode(**given, activation=None)
     causal_conv1d_decode(**given, bias=torch.zeros(C, dtype=BF16), settled=True)
@@ -317,43 +203,11 @@ def test_every_conv_key_has_its_own_symbol():
 # --- id tracking -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kernels", [False, True])
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
-        ({"read_ids": [0]}, r"read_ids: got list; allowed: int32 \[N\]"),
-        ({"read_ids": ids(0, 1)[:, None]}, r"read_ids: got \[2, 1\]; allowed: int32 \[N\]"),
-        ({"write_ids": ids(0)}, r"write_ids: got torch.int32 \[1\].*allowed: torch.int32 \[2\]"),
-        ({"positions": ids(0, 1).long()}, r"positions: got torch.int64"),
-        ({"num_accepted": torch.zeros(2, 7, dtype=torch.int32)[:, 0]}, r"num_accepted: got .*strides \[7\]"),
-        ({"num_tokens": torch.zeros(2)}, r"num_tokens: got torch.float32"),
-        ({"log_half": ids(0, 0, 0)}, r"log_half: got torch.int32 \[3\]"),
-        ({"next_write_ids": "free"}, r"next_write_ids: got str"),
-        ({"num_slots": -1}, r"num_slots: got -1; allowed: the number of slots"),
-    ],
-)
-def test_tracking_refuses_by_name(change, match, kernels, monkeypatch):
-    launched = []
-
-    def function(*given):
-        if any(not isinstance(value, (torch.Tensor, int)) for value in given) or "num_slots" not in change:
-            raise TypeError("the loaded function's own words")
-        launched.append(given)
-
-    if kernels:
-        monkeypatch.setattr(state_ids_api, "uses_kernels", lambda backend, device: True)
-        monkeypatch.setattr(state_ids_api, "_advance", lambda key: function)
-    given = {"read_ids": ids(0, 1), "write_ids": ids(2, 3), "positions": ids(4, 5), "num_slots": S, **change}
-    with pytest.raises(InvalidArgumentError, match=match):
-        advance_state_ids(**given)
-    assert not launched
-
-
 def test_tracking_passes_flags(monkeypatch):
     from compact_state.cute_kernels.configs.state_ids import COUNTS, HALF, NEXT_IDS
 
     calls = []
-    monkeypatch.setattr(state_ids_api, "uses_kernels", lambda backend, device: True)
+    monkeypatch.setattr(validation, "uses_kernels", lambda backend, device: True)
     monkeypatch.setattr(state_ids_api, "_advance", lambda key: lambda *given: calls.append(given))
     read, write, positions, counts, half, following = (ids(n, n) for n in range(6))
     advance_state_ids(read, write, positions, num_slots=S)
