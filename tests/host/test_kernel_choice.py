@@ -16,6 +16,7 @@ from compact_state import cute_kernels
 from compact_state.cute_kernels import Checkpoints, DraftLog, delta_rule, layer_launch
 from compact_state.cute_kernels.compile import cache
 from compact_state.cute_kernels.compile.manifest import manifest
+from compact_state.cute_kernels.configs import tables
 
 HK, HV, SLOTS, WIDTH = 1, 2, 4, 4
 CHANNELS = (2 * HK + HV) * 128
@@ -25,12 +26,16 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 class Recorder(defaultdict):
-    """Keys asked for, by kernel file; stands in for every look-up of the package."""
+    """Keys asked for, by kernel file; stands in for every look-up of the package. `launches` names the files in order."""
+
+    def __init__(self):
+        super().__init__(set)
+        self.launches = []
 
     def lookup(self, kernel_file):
         def look(key):
             self[kernel_file].add(key)
-            return lambda *arguments: None
+            return lambda *arguments: self.launches.append(kernel_file)
 
         return look
 
@@ -45,7 +50,7 @@ def kernel_file_of(function):
 
 @pytest.fixture
 def asked(monkeypatch):
-    recorder = Recorder(set)
+    recorder = Recorder()
     for info in pkgutil.iter_modules(cute_kernels.__path__):
         if info.ispkg:
             continue
@@ -158,6 +163,21 @@ def test_J4_no_count_of_tokens_or_rows_asks_for_a_kernel_that_does_not_ship(aske
             decode_all(rows * tokens, dtype)
     assert pairs(asked) <= shipped()
     assert len(asked) >= 10
+
+
+@pytest.mark.parametrize("rows", [1, 2, 65])
+def test_J1_a_first_call_launches_what_every_call_does(asked, rows, monkeypatch):
+    """With nothing tuned and nothing chosen yet: no trial runs on the caller's states."""
+    monkeypatch.setenv(tables.ENVIRONMENT, "off")
+    tables.forget()
+    decode_all(rows, torch.float32)
+    first, asked.launches = asked.launches, []
+    decode_all(rows, torch.float32)
+    tables.forget()
+    assert first == asked.launches
+    assert sorted(first) == [
+        "conv1d_decode", "layer_decode", "layer_decode", *["recurrent_decode"] * 3, "state_ids"
+    ]  # fmt: skip
 
 
 def test_J6_kernels_of_batches_1_to_256_are_a_constant_few(asked):

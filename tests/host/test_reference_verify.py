@@ -57,6 +57,22 @@ def single_steps(inputs, pool, slot, order):
     return torch.cat(outs) if outs else torch.zeros(0, HV, V, dtype=torch.bfloat16)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 2, 4])
+@pytest.mark.parametrize("kind", ["gdn", "kda"])
+def test_C1_a_step_logs_its_tokens_and_leaves_the_rest_of_the_log(kind, tokens, dtype):
+    """Also in a log that is a slice of a longer one."""
+    whole, rows = new_log(kind, 3), ds.ids(0, 1, 2)
+    log = replace(whole, **{name: getattr(whole, name)[:, :, :4] for name in ("k", "u", "g")})
+    inputs, cu = small(kind, 3 * tokens), ds.cu_seqlens([tokens] * 3)
+    VERIFY[kind](*inputs.tensors, live_pool(3, dtype), rows, rows, cu, log, ds.ids(0, 0, 0), **inputs.gate_options)
+    assert torch.equal(whole.k[:, 1, :tokens].flatten(0, 1), inputs.k)
+    for part in (whole.k, whole.u, whole.g):
+        assert torch.isfinite(part[:, 1, :tokens]).all()
+        assert part[:, 1, tokens:].isnan().all()
+        assert part[:, 0].isnan().all()
+
+
 @pytest.mark.parametrize(("kind", "bound"), VARIANTS)
 @pytest.mark.parametrize(("dtype", "every"), [(torch.float32, False), (torch.bfloat16, True)])
 def test_F1_verify_and_replay_equal_single_steps_bit_for_bit(kind, bound, dtype, every):

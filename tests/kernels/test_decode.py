@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from compact_state.cute_kernels import advance_state_ids, gdn_decode, kda_decode, reference
+from compact_state.cute_kernels.configs import tables
 from compact_state.cute_kernels.errors import InvalidArgumentError, UnsupportedConfigError
 from compact_state.cute_kernels.reference.datasets import DATASETS, delta_inputs, ids, initial_states, make_pool
 from compact_state.cute_kernels.reference.metrics import assert_close, tolerance
@@ -82,6 +83,37 @@ def test_geometries(kind, bound, dtype, hk, hv):
 @pytest.mark.parametrize("dataset", DATASETS)
 def test_datasets(kind, bound, dtype, dataset):
     check(kind, bound, dtype, 4, 4, 8, dataset)
+
+
+def test_E6_a_large_state_is_read_out_finite():
+    q = torch.ones(1, 1, 128, dtype=torch.bfloat16, device="cuda")
+    closed = torch.full((1, 1), -1000.0, dtype=torch.bfloat16, device="cuda")
+    pool = torch.full((1, 1, 128, 128), 1e5, device="cuda")
+    zero, slot = torch.zeros(4, device="cuda")[:1], ids(0, device="cuda")
+    out = gdn_decode(q, q, torch.zeros_like(q), closed, closed, zero, zero, pool, slot, slot, backend="kernels")
+    torch.testing.assert_close(out.float(), torch.full((1, 1, 128), 1e5, device="cuda"), rtol=2**-8, atol=0)
+    assert bool((pool == 1e5).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("kind", "bound"), KINDS)
+def test_J1_a_first_call_is_one_application_in_bounded_memory(kind, bound, dtype, monkeypatch):
+    """Nothing is tuned, and nothing chosen before is remembered; another batch chooses again."""
+    monkeypatch.setenv(tables.ENVIRONMENT, "off")
+    for n in (1, 33, 300):
+        inputs = delta_inputs(kind, "randn", n, 1, 2, lower_bound=bound, device="cuda")
+        slots = torch.arange(n, dtype=torch.int32, device="cuda")
+        first = filled_pool(n, 2, dtype)
+        second = first.clone()
+        tables.forget()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        out = operator(kind)(*inputs.tensors, first, slots, slots, **inputs.gate_options, backend="kernels")
+        assert torch.cuda.max_memory_allocated() - held <= out.numel() * out.element_size() + 1024
+        operator(kind)(*inputs.tensors, second, slots, slots, **inputs.gate_options, backend="kernels")
+        assert torch.equal(bits(first), bits(second))
+    tables.forget()
 
 
 @pytest.mark.parametrize("bound", [-0.1, -1.0, -2.0, -4.0, -5.0, -8.0])

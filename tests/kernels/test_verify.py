@@ -154,7 +154,21 @@ def test_F2_rows_of_different_lengths_equal_single_runs(kind, bound):
             alone, pool.clone(), ids(row), ids(row), ids(0, lengths[row]), make_log(kind, 1, hk, hv), ids(0)
         )
         assert same(out[first : first + lengths[row]], single)
-    assert bool(log.u[2, 1, 1:].isnan().all()), "C1: tokens a row does not have keep the log's marker"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", [1, 2, 4])
+@pytest.mark.parametrize(("kind", "bound"), KINDS)
+def test_C1_a_step_logs_its_tokens_and_leaves_the_rest_of_the_log(kind, bound, tokens, dtype):
+    rows, slots = 3, ids(0, 1, 2)
+    x, log = inputs(kind, bound, rows * tokens, 1, 2), make_log(kind, rows, 1, 2, max_tokens=8)
+    cu = torch.arange(rows + 1, dtype=torch.int32, device=DEVICE) * tokens
+    verify(x, states(rows, 2, dtype), slots, slots, cu, log, ids(0, 0, 0))
+    assert same(log.k[:, 1, :tokens].flatten(0, 1), x.k)
+    for part in (log.k, log.u, log.g):
+        assert torch.isfinite(part[:, 1, :tokens]).all()
+        assert part[:, 1, tokens:].isnan().all()
+        assert part[:, 0].isnan().all()
 
 
 @pytest.mark.parametrize(("kind", "bound"), KINDS)
