@@ -48,6 +48,7 @@ def test_J7_tensors_of_another_device_than_the_current_one(prefill):
 def test_J7_work_is_on_the_other_devices_current_stream():
     torch.cuda.set_device(0)
     ids = torch.zeros(3, 4, dtype=torch.int32, device="cuda:1")
+    advance_state_ids(*ids.clone(), num_slots=2)  # loads the kernel, which takes longer than the sleep below
     ids[1] = 1
     stream = torch.cuda.Stream("cuda:1")
     torch.cuda.synchronize("cuda:1")
