@@ -106,6 +106,13 @@ def _microbatch(config: Any) -> None:
         _refuse("enable_microbatch", True, "set it to False")
 
 
+def _data_parallel(config: Any) -> None:
+    for setting in ("dp", "ep"):
+        value = getattr(config, setting)
+        if value > 1:
+            _refuse(setting, value, f"set {setting}=1; ranks that step on dummy inputs have not been proven")
+
+
 def _dllm(config: Any) -> None:
     if config.dllm_block_length is not None:
         _refuse(
@@ -141,6 +148,7 @@ ENGINE_CHECKS: Sequence[Callable[[Any], None]] = (
     _adapters,
     _decode_interval,
     _microbatch,
+    _data_parallel,
     _dllm,
     _alignment,
     _compiled_decode,

@@ -30,6 +30,7 @@ from lmdeploy.pytorch.engine.engine_loop import EngineLoop, EngineLoopConfig  # 
 from lmdeploy.pytorch.engine.inputs_maker import InputsMakerAsync, InputsMakerConfig  # noqa: E402
 from lmdeploy.pytorch.engine.model_agent.agent import BatchedOutputs  # noqa: E402
 from lmdeploy.pytorch.messages import MessageStatus, SamplingParam, SequenceMeta, UpdateTokenMode  # noqa: E402
+from lmdeploy.pytorch.multimodal.data_type import MultiModalData  # noqa: E402
 from lmdeploy.pytorch.paging.scheduler import Scheduler  # noqa: E402
 from lmdeploy.pytorch.strategies.ar import ARStrategyFactory  # noqa: E402
 from lmdeploy.pytorch.strategies.ar_spec import ARSpecStrategyFactory  # noqa: E402
@@ -278,11 +279,15 @@ class Flow:
         """Positions of the published checkpoints."""
         return sorted(r.position for r in self.ledger.records if r.entry is not None)
 
-    def add(self, tokens: Sequence[int], new: int = 4) -> Any:
-        """A request of its own session."""
+    def add(self, tokens: Sequence[int], new: int = 4, image: tuple[int, int, str] | None = None) -> Any:
+        """A request of its own session; `image`: first position, position behind the last, hash of the content."""
         self.sessions += 1
         session = self.scheduler.add_session(self.sessions)
-        seq = session.add_sequence(list(tokens), sampling_param=SamplingParam(max_new_tokens=new))
+        media = None
+        if image is not None:
+            start, end, content = image
+            media = {"image": [MultiModalData(torch.zeros(1), start, end, content_hash=content)]}
+        seq = session.add_sequence(list(tokens), sampling_param=SamplingParam(max_new_tokens=new), multimodals=media)
         seq.resp = mock.Mock(data=None, is_done=False, _input_logprobs=None)
         return seq
 
@@ -327,9 +332,9 @@ class Flow:
                 return
         raise AssertionError("the flow does not come to an end")
 
-    def serve(self, tokens: Sequence[int], new: int = 4) -> Any:
+    def serve(self, tokens: Sequence[int], new: int = 4, image: tuple[int, int, str] | None = None) -> Any:
         """One request alone, to its end; the session stays open."""
-        seq = self.add(tokens, new)
+        seq = self.add(tokens, new, image)
         self.run()
         assert seq.status == MessageStatus.STOPPED
         return seq

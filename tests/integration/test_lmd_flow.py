@@ -96,6 +96,27 @@ def test_H7_resume_is_as_far_as_a_checkpoint_reaches_not_as_far_as_kv_does() -> 
     assert flow.serve(prompt(450), 1).cached_tokens == 0
 
 
+def test_H10_equal_tokens_with_another_image_share_nothing_behind_it() -> None:
+    flow = Flow()
+    for content, cached in (("sky", 0), ("sea", 0), ("sky", 640), ("sea", 640)):
+        seq = flow.serve(prompt(700), 3, image=(10, 26, content))
+        assert seq.cached_tokens == cached, content
+        assert list(seq.generated_ids) == answer(prompt(700), 3)
+        flow.end(seq)
+    assert flow.serve(prompt(700), 3).cached_tokens == 0
+
+
+def test_H10_no_checkpoint_is_taken_inside_an_image() -> None:
+    flow = Flow()
+    flow.end(flow.serve(prompt(600), 3, image=(500, 530, "sky")))
+    assert flow.checkpoints == [128, 256, 384, 600]
+    longer = [*prompt(600), *prompt(30, 5)]
+    for content, cached in (("sea", 384), ("sky", 600)):
+        seq = flow.serve(longer, 3, image=(500, 530, content))
+        assert seq.cached_tokens == cached, content
+        flow.end(seq)
+
+
 def test_H11_reuse_reaches_the_last_boundary_below_the_fork_and_saves_are_bounded() -> None:
     flow = Flow(budget=16, prefill_tokens=8192, blocks=512)
     shared, total = 3000, 3500

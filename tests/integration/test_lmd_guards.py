@@ -49,6 +49,8 @@ REFUSED = [
     ({"adapters": {"a": "/a"}}, "adapters=['a']", "without LoRA"),
     ({"prefix_cache_decode_state_interval": 64}, "prefix_cache_decode_state_interval=64", "set it to 0"),
     ({"enable_microbatch": True}, "enable_microbatch=True", "set it to False"),
+    ({"dp": 2}, "dp=2", "dp=1"),
+    ({"ep": 2}, "ep=2", "ep=1"),
     ({"dllm_block_length": 4}, "dllm_block_length=4", "leave it out"),
     ({"device_type": "ascend"}, "device_type='ascend'", "NVIDIA GPU"),
     ({"block_size": 1024}, f"{envs.SAVE_ALIGNMENT}=512", "multiple of 1024"),
