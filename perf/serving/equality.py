@@ -62,6 +62,11 @@ def compare(mine: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dict[st
     }
 
 
+def longer(rounds: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`rounds` without the prompt of one token and what grew from it, to which 0.18.0 gives a wrong conv window."""
+    return [{"tag": a["tag"], **{name: a[name][1:] for name in ("ids", "top", "cached")}} for a in rounds]
+
+
 def hits(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     """The second round of an engine, which hits, against its first, which is cold."""
     cold, warm = rounds[0], rounds[1]
@@ -119,7 +124,15 @@ def run(
     Each engine is asked as soon as it serves, by a thread of its own. `limit_s` is what an engine may take to start.
     `logs/rounds-*.json` keep the answers, for `judge`.
     """
-    result: dict[str, Any] = {"start": {}, "failed": {}, "pairs": {}, "hits": {}, "mixed": {}, "sleep": {}}
+    result: dict[str, Any] = {
+        "start": {},
+        "failed": {},
+        "pairs": {},
+        "longer": {},
+        "hits": {},
+        "mixed": {},
+        "sleep": {},
+    }
     rounds: dict[str, list[dict[str, Any]]] = {}
     order = [spec.label for spec in engines]
     lock = threading.Lock()
@@ -141,6 +154,7 @@ def run(
             for other in rounds.keys() - {label}:
                 mine, theirs = sorted((label, other), key=order.index)
                 tell("pairs", f"{mine} / {theirs}", compare(rounds[mine], rounds[theirs]))
+                tell("longer", f"{mine} / {theirs}", compare(longer(rounds[mine]), longer(rounds[theirs])))
         if mixed:
             seen = running.ask("mixed", count=mixed, new=new, seed=5)
             with lock:

@@ -11,6 +11,7 @@ from ..tables import table
 
 KINDS = {
     "pairs": "four rounds of eight prompts",
+    "longer": "the same, of seven: not that of one token",
     "hits": "hits, cold prompts",
     "mixed": "mixed load with cancels, cold prompts",
     "sleep": "after sleep and wakeup, before",
@@ -97,7 +98,7 @@ def equality_table(result: dict[str, Any]) -> str:
     if found is None:
         return "Answers have not been compared with logits on a GPU yet."
     lines = []
-    for kind in ("pairs", "hits", "mixed", "sleep"):
+    for kind in KINDS:
         for name, some in found[kind].items():
             figures = [f"{some[key]:.3f}" if key in some else "-" for key in ("rms", "largest", "widest_margin")]
             same = f"{some['equal']} of {some['answers']}"
@@ -114,6 +115,19 @@ def equality_table(result: dict[str, Any]) -> str:
     return table(header, lines)
 
 
+def judge_table(result: dict[str, Any]) -> str:
+    """Every engine's logits beside fp32; says so when there are none."""
+    found = result.get("judge")
+    if found is None:
+        return "Logits have not been judged yet."
+    lines = [
+        [engine, group, str(some["answers"]), f"{some['rms']:.3f}", f"{some['largest']:.3f}"]
+        for engine, groups in found.items()
+        for group, some in groups.items()
+    ]
+    return table(["engine", "prompts", "answers", "logits rms", "largest"], lines)
+
+
 def blocks(result: dict[str, Any]) -> dict[str, str]:
     """Named blocks for documents."""
-    return {"lmdeploy": load_table(result), "equality": equality_table(result)}
+    return {"lmdeploy": load_table(result), "equality": equality_table(result), "judge": judge_table(result)}

@@ -45,6 +45,11 @@ def test_logits_count_up_to_the_step_where_answers_part() -> None:
     assert not equality.compare(mine, rounds([1, 2, 3], [[(1, 8.0), (5, 8.9)]] * 3))["passed"]
 
 
+def test_without_the_prompt_of_one_token_the_others_stay() -> None:
+    two = {"tag": "solo", "ids": [[1], [2]], "top": [[[(1, 9.0), (2, 1.0)]], [[(2, 9.0), (1, 1.0)]]], "cached": [0, 64]}
+    assert equality.longer([two]) == [{"tag": "solo", "ids": [[2]], "top": [two["top"][1]], "cached": [64]}]
+
+
 def test_a_case_reads_as_it_is_written() -> None:
     assert load.Case.parse("64x2048+256:7@on") == load.Case(64, 2048, 256, 7, "on")
     assert load.Case.parse("64x2048+256").name == "64x2048+256"
@@ -201,10 +206,12 @@ def test_the_table_of_answers_says_what_was_compared_and_what_failed() -> None:
     pair = {"equal": 30, "answers": 32, "rms": 0.05, "largest": 0.6, "widest_margin": 0.1, "passed": False}
     mixed = {"equal": 80, "answers": 80, "widest_margin": 0.0, "passed": True}
     table = result.equality_table(
-        {"equality": {"pairs": {"a / b": pair}, "hits": {}, "mixed": {"a": mixed}, "sleep": {}}}
+        {"equality": {"pairs": {"a / b": pair}, "longer": {}, "hits": {}, "mixed": {"a": mixed}, "sleep": {}}}
     )
     assert "| a / b | 30 of 32 | 0.050 | 0.600 | 0.100 | no |" in table
     assert "| a | 80 of 80 | - | - | 0.000 | yes |" in table
+    judged = result.judge_table({"judge": {"a": {"longer": {"answers": 87, "rms": 0.04, "largest": 0.2}}}})
+    assert "| a | longer | 87 | 0.040 | 0.200 |" in judged
 
 
 @pytest.mark.skipif(not result.FILE.is_file(), reason="no serving result is committed")
