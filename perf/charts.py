@@ -41,10 +41,11 @@ def _lines(
     """One line a group; whether anything was drawn."""
     names = sorted({group(row) for row in rows})
     drawn = False
-    for name in names:
+    for number, name in enumerate(names):
         points = sorted((x(row), value) for row in rows if group(row) == name and (value := y(row)) is not None)
         if points:
-            axes.plot(*zip(*points), marker="o", markersize=3, linewidth=1.2, label=name)
+            style = {"color": f"C{number % 10}", "linestyle": "-" if number < 10 else "--"}  # ten colours there are
+            axes.plot(*zip(*points), marker="o", markersize=3, linewidth=1.2, label=name, **style)
             drawn = True
     return drawn
 

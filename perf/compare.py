@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from . import schema
+from .cases import FILES
 
 RESULTS = "perf/results/h200"
 ROOT = Path(__file__).resolve().parents[1]
+STEMS = frozenset(FILES.values())
 LEAST_CHANGE = 0.01
 
 
@@ -24,7 +26,7 @@ def load_set(source: str) -> list[dict[str, Any]]:
     if path.is_file():
         return [schema.load(path)]
     if path.is_dir():
-        return [schema.load(file) for file in sorted(path.glob("*.json"))]
+        return [schema.load(file) for file in sorted(path.glob("*.json")) if file.stem in STEMS]
     listing = subprocess.run(
         ["git", "ls-tree", "-r", "--name-only", source, "--", RESULTS],
         cwd=ROOT,
@@ -36,6 +38,8 @@ def load_set(source: str) -> list[dict[str, Any]]:
         raise ValueError(f"{source!r}: allowed: a result file, a folder of them, or a revision of this repository")
     results = []
     for name in listing.stdout.split():
+        if Path(name).parent != Path(RESULTS) or Path(name).suffix != ".json" or Path(name).stem not in STEMS:
+            continue  # the same folder holds other kinds of results, and what development wrote
         text = subprocess.run(
             ["git", "show", f"{source}:{name}"], cwd=ROOT, capture_output=True, text=True, check=True
         ).stdout

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from compact_state.perf import compare as comparison
 from compact_state.perf import schema, tables
 from compact_state.perf.cli import RESULTS
 from compact_state.perf.compare import compare, load_set
@@ -231,6 +232,24 @@ def test_sets_load_from_files_folders_and_reject_the_rest(tmp_path: Path) -> Non
     assert len(load_set(str(tmp_path / "results" / "decode.json"))) == 1
     with pytest.raises(ValueError, match="allowed: a result file"):
         load_set("no-such-revision")
+
+
+def test_the_committed_rows_of_a_revision_are_the_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import subprocess
+
+    folder = tmp_path / comparison.RESULTS
+    (folder / "development").mkdir(parents=True)
+    (folder / "decode.json").write_text(dump(result(row())))
+    (folder / "lmdeploy.json").write_text('{"serving": []}')
+    (folder / "development" / "decode.json").write_text("no result")
+    (folder / "development" / "decode.txt").write_text("words")
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["init", "-q"], ["add", "-A"], [*who, "commit", "-q", "-m", "rows"]):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True, capture_output=True)
+    monkeypatch.setattr(comparison, "ROOT", tmp_path)
+    assert load_set("HEAD") == [schema.load(folder / "decode.json")]
+    assert load_set(str(folder)) == load_set("HEAD")
+    assert "geometric mean 1.000 over 1 cases" in compare(load_set("HEAD"), load_set(str(folder)))
 
 
 def test_identity_tells_gates_and_accepted_apart() -> None:
