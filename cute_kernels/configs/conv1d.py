@@ -124,26 +124,22 @@ class ConvCommitKey:
         return _reject_width(self.width)
 
 
-# Measured on H200 (docs/notes/conv1d.md). The form that the models use, width 4 with bf16 weights, has a second shape each.
-SMALL_STEP = 1 << 20  # outputs of a decode step up to which two rows a thread are faster than four
-LONG_SEQUENCES = 128  # mean tokens of a sequence from which sixteen tokens a thread are faster than eight
+# Measured on H200 (docs/notes/conv1d.md). The form that the models use, width 4 with bf16 weights, has shapes of its own.
+SMALL_STEP = 1 << 20  # outputs of a decode step up to which one row a thread is faster than four
 
 
 @functools.cache
-def _shapes(
-    width: int, weight: Dtype
-) -> tuple[tuple[ConvDecodeKey, ConvDecodeKey], tuple[ConvPrefillKey, ConvPrefillKey]]:
-    """(small, large) steps and (short, long) sequences; the same key twice where there is one shape."""
-    decode, prefill = ConvDecodeKey(width, weight), ConvPrefillKey(width, weight)
+def _decode_shapes(width: int, weight: Dtype) -> tuple[ConvDecodeKey, ConvDecodeKey]:
+    """Small and large steps; the same key twice where there is one shape."""
     if (width, weight) != (4, "bfloat16"):
-        return (decode, decode), (prefill, prefill)
-    small = ConvDecodeKey(width, weight, vec=4, rows=2, threads=64, lanes=2, blocks=0)
-    return (small, decode), (prefill, ConvPrefillKey(width, weight, tokens=16))
+        return (ConvDecodeKey(width, weight),) * 2
+    small = ConvDecodeKey(width, weight, rows=1, threads=128, lanes=2, blocks=4)
+    return small, ConvDecodeKey(width, weight, rows=4, threads=128, lanes=1, blocks=8)
 
 
 def decode_heuristic(width: int, weight: Dtype, outputs: int) -> ConvDecodeKey:
     """What `choose_decode` returns where nothing was measured."""
-    return _shapes(width, weight)[0][outputs > SMALL_STEP]
+    return _decode_shapes(width, weight)[outputs > SMALL_STEP]
 
 
 @tables.memoised
@@ -154,8 +150,8 @@ def choose_decode(width: int, weight: Dtype, outputs: int) -> ConvDecodeKey:
 
 
 def prefill_heuristic(width: int, weight: Dtype, mean: int) -> ConvPrefillKey:
-    """What `choose_mean` returns where nothing was measured."""
-    return _shapes(width, weight)[1][mean >= LONG_SEQUENCES]
+    """What `choose_mean` returns where nothing was measured: one shape, whatever the mean of tokens."""
+    return ConvPrefillKey(width, weight, blocks=8 if (width, weight) == (4, "bfloat16") else 0)
 
 
 @tables.memoised
@@ -210,8 +206,8 @@ def shipped() -> list[Entry]:
     weights: tuple[Dtype, Dtype] = ("bfloat16", "float32")
     served = [(4, weight) for weight in weights]
     forms: list[tuple[int, Dtype]] = [*served, (3, "bfloat16"), (2, "bfloat16")]
-    decodes = dict.fromkeys(key for form in forms for key in _shapes(*form)[0])
-    prefills = dict.fromkeys(key for form in forms for key in _shapes(*form)[1])
+    decodes = dict.fromkeys(key for form in forms for key in _decode_shapes(*form))
+    prefills = dict.fromkeys(prefill_heuristic(*form, 1) for form in forms)
     for width, weight in forms:
         shape = {"width": width, "weight": weight}
         decodes |= dict.fromkeys(tables.shipped_keys("conv1d_decode", shape, decode_heuristic(width, weight, 1)))
