@@ -34,6 +34,9 @@ def tune_command(
     budget: Annotated[float | None, typer.Option(help="Seconds after which no further case starts.")] = None,
     threshold: Annotated[float, typer.Option(help="Gain over the heuristic that makes an entry.")] = 0.02,
     build_only: Annotated[bool, typer.Option(help="Compile and check resources only; needs no GPU.")] = False,
+    near: Annotated[
+        bool, typer.Option(help="Only candidates that differ from the heuristic's choice in one field.")
+    ] = False,
     from_journal: Annotated[bool, typer.Option(help="Make tables from --journal alone; needs no GPU.")] = False,
     commit: Annotated[str | None, typer.Option(help="Commit to record where the tree has no history.")] = None,
     docs: Annotated[Path | None, typer.Option(help="Page whose tables are drawn again afterwards.")] = None,
@@ -61,7 +64,7 @@ def tune_command(
                 continue
             sweep = tune(
                 name, geometries=_split(geometry), workloads=workloads, state_dtypes=_split(state_dtype), out=out,
-                journal=journal, jobs=jobs, budget_s=left, threshold=threshold, build_only=build_only, commit=commit,
+                journal=journal, jobs=jobs, budget_s=left, threshold=threshold, build_only=build_only, near=near, commit=commit,
                 command=["compact-state", *sys.argv[1:]],
             )  # fmt: skip
         except (ValueError, KeyError, TuneError) as error:

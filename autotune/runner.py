@@ -90,10 +90,13 @@ def cases_of(
     return found
 
 
-def _candidates(space: Space, case: Case) -> list[Key]:
+def _candidates(space: Space, case: Case, near: bool = False) -> list[Key]:
+    """Keys to try, the heuristic's among them. near: only those that differ from it in one field at most."""
     shape = space.shape(case)
     keys = space.candidates(shape)
     default = space.heuristic(**shape)
+    if near:
+        keys = [key for key in keys if len(settings(key).items() - settings(default).items()) <= 1]
     return keys if default in keys else [default, *keys]
 
 
@@ -124,6 +127,7 @@ def tune(
     budget_s: float | None = None,
     threshold: float = store.THRESHOLD,
     build_only: bool = False,
+    near: bool = False,
     commit: str | None = None,
     command: Sequence[str] = (),
     progress: bool = True,
@@ -143,6 +147,7 @@ def tune(
         budget_s: seconds after which no further case starts.
         threshold: what the best candidate must gain over the heuristic for an entry.
         build_only: compile and check resources, time nothing. Needs no GPU.
+        near: try only keys that differ from the heuristic's in one field: after a change to a kernel that was swept before.
         commit, command: for the table's environment block.
         progress: draw progress bars.
         build, timer, device: replaced in tests.
@@ -160,7 +165,7 @@ def tune(
     sweep = Sweep(space.kernel)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, disable=not progress) as bars:
-        every = {key.symbol(): key for case in cases for key in _candidates(space, case)}
+        every = {key.symbol(): key for case in cases for key in _candidates(space, case, near)}
         task = bars.add_task("compiling", total=len(every))
         sweep.candidates = [space.entry(key) for key in every.values()]
         reasons = build(sweep.candidates, jobs or os.cpu_count() or 1, lambda: bars.advance(task))
@@ -174,7 +179,7 @@ def tune(
         clock = timer or GraphTimer()
         task = bars.add_task(f"timing {op}", total=len(cases))
         for number, case in enumerate(cases):
-            keys = [key for key in _candidates(space, case) if key.symbol() not in sweep.rejected]
+            keys = [key for key in _candidates(space, case, near) if key.symbol() not in sweep.rejected]
             known = book.found(case.name, [settings(key) for key in keys], facts)
             if known is None:
                 if budget_s is not None and time.monotonic() - began > budget_s:

@@ -257,6 +257,16 @@ def test_a_table_holds_the_instructions_of_what_was_measured(tmp_path, monkeypat
     assert tables.read(again.table, "recurrent_decode")["code"] == code
 
 
+def test_a_near_sweep_tries_what_differs_in_one_field(tmp_path) -> None:
+    case = small_cases(4)[0]
+    default = settings(SPACE.heuristic(**SPACE.shape(case)))
+    near = [settings(key) for key in runner._candidates(SPACE, case, near=True)]
+    assert default in near
+    assert len(near) < len(runner._candidates(SPACE, case))
+    assert all(sum(found[name] != default[name] for name in default) <= 1 for found in near)
+    assert {name for found in near for name in default if found[name] != default[name]} == set(default)
+
+
 def test_within_the_threshold_the_heuristic_stays(tmp_path) -> None:
     done = sweep(tmp_path, fake_us("_r1w8", 0.019))
     assert done.entries == []
