@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from compact_state.perf import compare as comparison
 from compact_state.perf import schema, tables
+from compact_state.perf.cases import select
 from compact_state.perf.cli import RESULTS
 from compact_state.perf.compare import compare, load_set
+from compact_state.perf.lines import verdicts
 from compact_state.perf.overview import overview_block
-from compact_state.perf.report import FILES, replace_block, write_report
+from compact_state.perf.report import FILES, load_results, replace_block, write_report
 from compact_state.perf.run import dump
 from compact_state.perf.serving.result import FILE as SERVING
 
@@ -265,3 +268,46 @@ def test_a_peer_timed_outside_a_graph_is_marked() -> None:
     assert "70.00 |" in text
     assert tables.eager_note(rows) == "* fla could not be captured in a graph: its host time is included."
     assert tables.eager_note(rows[1:]) == ""
+
+
+def test_the_whole_matrix_goes_from_cases_to_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every case of the registry, family by family as `all` measures it, with a peer's figure wherever a peer has a kernel."""
+    from compact_state.perf import run
+    from compact_state.perf.matrix import by_family
+    from compact_state.perf.warm import IN_MEMORY, ON_DISK
+
+    def timed(case: Any, *arguments: Any) -> dict[str, Any]:
+        moved = case.work
+        names = (*ON_DISK.get(case.op, ()), *IN_MEMORY.get(case.op, ()))
+        made = row(case.op, case.workload.name, 60.0, geometry=case.geometry.id, state_dtype=case.state_dtype)
+        made |= {"peers": dict.fromkeys(names, 70.0)}
+        made |= {"case": case.name, "bytes": moved.bytes, "flops": moved.flops, "host_us": 9.0}
+        made |= {"heads": case.geometry.heads, "ours_in_place_us": 61.0}
+        made |= {"gates": case.gates} if case.gates else {}
+        return made | ({"accepted": case.accepted} if case.accepted is not None else {})
+
+    monkeypatch.setattr(run, "run_case", timed)
+    monkeypatch.setattr(run, "SAVE_EVERY_S", 0.05)
+    for number, family in enumerate(by_family(select(), tmp_path)):
+        names = {case.name: case for case in family.cases}
+        monkeypatch.setattr(
+            run.environment,
+            "describe",
+            lambda *a, n=number: copy.deepcopy(ENVIRONMENT) | {"date": f"turn {n}", "clocks": {}},
+        )
+        done = run.run(
+            family.cases,
+            device=torch.device("cpu"),
+            peer_names="none",
+            say=lambda text: None,
+            save=lambda result, names=names: run.write(result, tmp_path / "h200", names),
+        )
+        assert done["failures"] == {}
+        run.write(done, tmp_path / "h200", names)
+    loaded = load_results(tmp_path / "h200")
+    assert sum(len(result["rows"]) for result in loaded.values()) == len(select())
+    assert {verdict.word for verdict in verdicts(loaded)} == {"met", "missed"}, "every line is judged"
+    write_report(tmp_path / "h200", tmp_path / "docs", charts=False)
+    page = (tmp_path / "docs" / "performance.md").read_text()
+    assert "cells of the matrix were not measured" not in page
+    assert "have no row" not in page
