@@ -1,11 +1,14 @@
-"""What the public GDN and KDA operators share: argument checks and the launch of T = 1 decode."""
+"""What the public GDN and KDA operators do: check the arguments, choose a backend, launch."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
+from . import prefill_launch, reference, verify_launch
+from .checkpoints import Checkpoints
 from .compile.cache import CompiledKernel, jit_cache
 from .configs import recurrent, tables
 from .draft_log import DraftLog
@@ -16,6 +19,7 @@ from .validation import (
     STATE_DTYPES,
     Backend,
     check_alignment,
+    check_checkpoints,
     check_dense,
     check_gate,
     check_heads,
@@ -26,7 +30,11 @@ from .validation import (
     check_pool,
     check_rows,
     check_tensor,
+    is_sound,
+    parts_of,
+    remember,
     runs_kernels,
+    signature,
     uses_kernels,
 )
 
@@ -153,7 +161,7 @@ def check_commit_arguments(
     check_log(log, num_accepted, read_ids.shape[0], state.device, heads=heads, kda=kda, kernels=kernels)
 
 
-def launch_decode(
+def decode(
     kda: bool,
     lower_bound: float | None,
     scale: float | None,
@@ -171,8 +179,8 @@ def launch_decode(
     state: torch.Tensor,
     read_ids: torch.Tensor,
     write_ids: torch.Tensor,
-) -> torch.Tensor | None:
-    """Check and run T = 1 decode on the current stream; None, and nothing done, where the reference is to run.
+) -> torch.Tensor:
+    """Check and run T = 1 decode.
 
     A full check takes longer than the launch. The loaded function checks ranks, dtypes, sizes, strides, addresses and
     devices by itself before it launches, `decode_function` what no tensor shows alone; a refusal of either becomes the full
@@ -204,15 +212,112 @@ def launch_decode(
             lower_bound or 0.0,
         )
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RuntimeError):
-        if not runs_kernels(backend, "q", q):
-            return None
+        operator, kernels = "kda_decode" if kda else "gdn_decode", runs_kernels(backend, "q", q)
         arguments = (q, k, v, gate, b, A_log, dt_bias, state, read_ids, write_ids)
-        operator = "kda_decode" if kda else "gdn_decode"
-        check_arguments(operator, *arguments, out, kda=kda, lower_bound=lower_bound, scale=scale, kernels=True)
+        check_arguments(operator, *arguments, out, kda=kda, lower_bound=lower_bound, scale=scale, kernels=kernels)
+        options = {"scale": scale, "qk_l2norm": qk_l2norm, "out": out}
+        if not kernels:
+            if kda:
+                return reference.kda_decode(*arguments, lower_bound=lower_bound, **options)
+            return reference.gdn_decode(*arguments, **options)
         if q.shape[0]:
             raise
         out = torch.empty_like(v) if out is None else out
     return out
+
+
+def prefill(
+    kda: bool,
+    lower_bound: float | None,
+    scale: float | None,
+    qk_l2norm: bool,
+    backend: Backend,
+    out: torch.Tensor | None,
+    cu_seqlens: torch.Tensor,
+    checkpoints: Checkpoints | None,
+    *arguments: torch.Tensor,
+) -> torch.Tensor:
+    """Check and run packed sequences; `arguments` are q, k, v, gate, b, A_log, dt_bias, state, read_ids and write_ids."""
+    q, v, read_ids = arguments[0], arguments[2], arguments[8]
+    operator, kernels = "kda_prefill" if kda else "gdn_prefill", runs_kernels(backend, "q", q)
+    facts = signature(operator, kernels, lower_bound, scale, *arguments, out, cu_seqlens, *parts_of(checkpoints))
+    if not is_sound(facts):
+        gate = {"kda": kda, "lower_bound": lower_bound, "scale": scale}
+        check_arguments(operator, *arguments, out, **gate, packed=True, cu_seqlens=cu_seqlens, kernels=kernels)
+        if checkpoints is not None:
+            check_checkpoints(checkpoints, read_ids.shape[0], q.device)
+        remember(facts)
+    options = {"checkpoints": checkpoints, "scale": scale, "qk_l2norm": qk_l2norm}
+    if not kernels:
+        if kda:
+            return reference.kda_prefill(*arguments, cu_seqlens, lower_bound=lower_bound, **options, out=out)
+        return reference.gdn_prefill(*arguments, cu_seqlens, **options, out=out)
+    if out is None:
+        out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    kind = kind_of(kda, lower_bound)
+    prefill_launch.launch_prefill(kind, *arguments, cu_seqlens, out, **options, lower_bound=lower_bound)
+    return out
+
+
+def verify(
+    kda: bool,
+    lower_bound: float | None,
+    round_every_token: bool,
+    scale: float | None,
+    qk_l2norm: bool,
+    settled: bool,
+    backend: Backend,
+    out: torch.Tensor | None,
+    cu_seqlens: torch.Tensor,
+    draft_log: DraftLog,
+    num_accepted: torch.Tensor,
+    *arguments: torch.Tensor,
+) -> torch.Tensor:
+    """Check and run a verify step; `arguments` as in `prefill`."""
+    q, v, read_ids = arguments[0], arguments[2], arguments[8]
+    operator, kernels = "kda_verify" if kda else "gdn_verify", runs_kernels(backend, "q", q)
+    log = parts_of(draft_log)
+    facts = signature(operator, kernels, lower_bound, scale, *arguments, out, cu_seqlens, num_accepted, *log)
+    if not is_sound(facts):
+        gate = {"kda": kda, "lower_bound": lower_bound, "scale": scale}
+        check_arguments(operator, *arguments, out, **gate, packed=True, cu_seqlens=cu_seqlens, kernels=kernels)
+        heads = (q.shape[1], v.shape[1], q.shape[2], v.shape[2])
+        check_log(draft_log, num_accepted, read_ids.shape[0], q.device, heads=heads, kda=kda, kernels=kernels)
+        remember(facts)
+    step = (cu_seqlens, draft_log, num_accepted)
+    options = {"round_every_token": round_every_token, "scale": scale, "qk_l2norm": qk_l2norm}
+    if not kernels:
+        if kda:
+            return reference.kda_verify(*arguments, *step, lower_bound=lower_bound, **options, out=out)
+        return reference.gdn_verify(*arguments, *step, **options, out=out)
+    if out is None:
+        out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    kind = kind_of(kda, lower_bound)
+    verify_launch.launch_verify(kind, *arguments, *step, out, **options, settled=settled, lower_bound=lower_bound)
+    return out
+
+
+def commit(
+    parameters: tuple[torch.Tensor, torch.Tensor] | None,
+    lower_bound: float | None,
+    round_every_token: bool,
+    backend: Backend,
+    state: torch.Tensor,
+    *rest: Any,
+) -> None:
+    """Check and run a commit. `parameters`: A_log and dt_bias of KDA; `rest`: read_ids, write_ids, draft_log, num_accepted."""
+    operator, kernels = "kda_commit" if parameters else "gdn_commit", runs_kernels(backend, "state", state)
+    check_commit_arguments(operator, parameters, state, *rest, lower_bound=lower_bound, kernels=kernels)
+    if kernels:
+        kind, options = kind_of(parameters is not None, lower_bound), {"round_every_token": round_every_token}
+        verify_launch.launch_commit(
+            kind, *(parameters or (None, None)), state, *rest, **options, lower_bound=lower_bound
+        )
+    elif parameters:
+        options = {"lower_bound": lower_bound, "round_every_token": round_every_token}
+        reference.kda_commit(*parameters, state, *rest, **options)
+    else:
+        reference.gdn_commit(state, *rest, round_every_token=round_every_token)
 
 
 @tables.memoised

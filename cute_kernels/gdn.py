@@ -1,4 +1,4 @@
-"""Public GDN operators (one decay per value head): validate, choose a backend, launch. Source: Gated DeltaNet, arXiv 2412.06464.
+"""Public GDN operators (one decay per value head). Source: Gated DeltaNet, arXiv 2412.06464. `delta_rule` does the work.
 
 S~ = S diag(exp g);  u = beta (v - S~ k);  S' = S~ + u k^T;  o = scale S' q
 """
@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import torch
 
-from . import prefill_launch, reference, verify_launch
 from .checkpoints import Checkpoints
-from .delta_rule import check_arguments, check_commit_arguments, kind_of, launch_decode
+from .delta_rule import commit, decode, prefill, verify
 from .draft_log import DraftLog
 from .opaque import operator
-from .validation import Backend, check_checkpoints, check_log, is_sound, parts_of, remember, runs_kernels, signature
+from .validation import Backend
 
 
 @operator("state")
@@ -47,33 +46,8 @@ def gdn_prefill(
     Raises:
         InvalidArgumentError, UnsupportedConfigError, BackendUnavailableError: before any launch, nothing changed.
     """
-    kernels = runs_kernels(backend, "q", q)
     arguments = (q, k, v, a, b, A_log, dt_bias, state, read_ids, write_ids)
-    facts = signature("gdn_prefill", kernels, scale, *arguments, out, cu_seqlens, *parts_of(checkpoints))
-    if not is_sound(facts):
-        check_arguments(
-            "gdn_prefill", *arguments, out, kda=False, scale=scale, packed=True, cu_seqlens=cu_seqlens, kernels=kernels
-        )
-        if checkpoints is not None:
-            check_checkpoints(checkpoints, read_ids.shape[0], q.device)
-        remember(facts)
-    if not kernels:
-        return reference.gdn_prefill(
-            *arguments, cu_seqlens, checkpoints=checkpoints, scale=scale, qk_l2norm=qk_l2norm, out=out
-        )
-    if out is None:
-        out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    prefill_launch.launch_prefill(
-        kind_of(False, None),
-        *arguments,
-        cu_seqlens,
-        out,
-        checkpoints=checkpoints,
-        scale=scale,
-        qk_l2norm=qk_l2norm,
-        lower_bound=None,
-    )
-    return out
+    return prefill(False, None, scale, qk_l2norm, backend, out, cu_seqlens, checkpoints, *arguments)
 
 
 @operator("state")
@@ -119,14 +93,9 @@ def gdn_decode(
     Raises:
         InvalidArgumentError, UnsupportedConfigError, BackendUnavailableError: before any launch, nothing changed.
     """
-    done = launch_decode(
+    return decode(
         False, None, scale, qk_l2norm, settled, backend, out, q, k, v, a, b, A_log, dt_bias, state, read_ids, write_ids
-    )
-    if done is not None:
-        return done
-    arguments = (q, k, v, a, b, A_log, dt_bias, state, read_ids, write_ids)
-    check_arguments("gdn_decode", *arguments, out, kda=False, scale=scale, kernels=False)
-    return reference.gdn_decode(*arguments, scale=scale, qk_l2norm=qk_l2norm, out=out)
+    )  # fmt: skip
 
 
 @operator("state", "draft_log.k", "draft_log.u", "draft_log.g")
@@ -171,49 +140,9 @@ def gdn_verify(
     Raises:
         InvalidArgumentError, UnsupportedConfigError, BackendUnavailableError: before any launch, nothing changed.
     """
-    kernels = runs_kernels(backend, "q", q)
     arguments = (q, k, v, a, b, A_log, dt_bias, state, read_ids, write_ids)
-    facts = signature("gdn_verify", kernels, scale, *arguments, out, cu_seqlens, num_accepted, *parts_of(draft_log))
-    if not is_sound(facts):
-        check_arguments(
-            "gdn_verify", *arguments, out, kda=False, scale=scale, packed=True, cu_seqlens=cu_seqlens, kernels=kernels
-        )
-        check_log(
-            draft_log,
-            num_accepted,
-            read_ids.shape[0],
-            q.device,
-            heads=(q.shape[1], v.shape[1], q.shape[2], v.shape[2]),
-            kernels=kernels,
-        )
-        remember(facts)
-    if not kernels:
-        return reference.gdn_verify(
-            *arguments,
-            cu_seqlens,
-            draft_log,
-            num_accepted,
-            round_every_token=round_every_token,
-            scale=scale,
-            qk_l2norm=qk_l2norm,
-            out=out,
-        )
-    if out is None:
-        out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    verify_launch.launch_verify(
-        kind_of(False, None),
-        *arguments,
-        cu_seqlens,
-        draft_log,
-        num_accepted,
-        out,
-        round_every_token=round_every_token,
-        scale=scale,
-        qk_l2norm=qk_l2norm,
-        settled=settled,
-        lower_bound=None,
-    )
-    return out
+    options = (round_every_token, scale, qk_l2norm, settled, backend, out)
+    return verify(False, None, *options, cu_seqlens, draft_log, num_accepted, *arguments)
 
 
 @operator("state")
@@ -234,20 +163,4 @@ def gdn_commit(
     Raises:
         InvalidArgumentError, UnsupportedConfigError, BackendUnavailableError: before any launch, nothing changed.
     """
-    kernels = runs_kernels(backend, "state", state)
-    check_commit_arguments("gdn_commit", None, state, read_ids, write_ids, draft_log, num_accepted, kernels=kernels)
-    if not kernels:
-        reference.gdn_commit(state, read_ids, write_ids, draft_log, num_accepted, round_every_token=round_every_token)
-        return
-    verify_launch.launch_commit(
-        kind_of(False, None),
-        None,
-        None,
-        state,
-        read_ids,
-        write_ids,
-        draft_log,
-        num_accepted,
-        round_every_token=round_every_token,
-        lower_bound=None,
-    )
+    commit(None, None, round_every_token, backend, state, read_ids, write_ids, draft_log, num_accepted)

@@ -1,4 +1,4 @@
-"""Public KDA operators (a decay per channel): validate, choose a backend, launch. Source: Kimi Delta Attention, arXiv 2510.26692.
+"""Public KDA operators (a decay per channel). Source: Kimi Delta Attention, arXiv 2510.26692. `delta_rule` does the work.
 
 S~ = S diag(exp g);  u = beta (v - S~ k);  S' = S~ + u k^T;  o = scale S' q
 """
@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import torch
 
-from . import prefill_launch, reference, verify_launch
 from .checkpoints import Checkpoints
-from .delta_rule import check_arguments, check_commit_arguments, kind_of, launch_decode
+from .delta_rule import commit, decode, prefill, verify
 from .draft_log import DraftLog
 from .opaque import operator
-from .validation import Backend, check_checkpoints, check_log, is_sound, parts_of, remember, runs_kernels, signature
+from .validation import Backend
 
 
 @operator("state")
@@ -48,47 +47,8 @@ def kda_prefill(
     Raises:
         InvalidArgumentError, UnsupportedConfigError, BackendUnavailableError: before any launch, nothing changed.
     """
-    kernels = runs_kernels(backend, "q", q)
     arguments = (q, k, v, g, b, A_log, dt_bias, state, read_ids, write_ids)
-    facts = signature("kda_prefill", kernels, lower_bound, scale, *arguments, out, cu_seqlens, *parts_of(checkpoints))
-    if not is_sound(facts):
-        check_arguments(
-            "kda_prefill",
-            *arguments,
-            out,
-            kda=True,
-            lower_bound=lower_bound,
-            scale=scale,
-            packed=True,
-            cu_seqlens=cu_seqlens,
-            kernels=kernels,
-        )
-        if checkpoints is not None:
-            check_checkpoints(checkpoints, read_ids.shape[0], q.device)
-        remember(facts)
-    if not kernels:
-        return reference.kda_prefill(
-            *arguments,
-            cu_seqlens,
-            lower_bound=lower_bound,
-            checkpoints=checkpoints,
-            scale=scale,
-            qk_l2norm=qk_l2norm,
-            out=out,
-        )
-    if out is None:
-        out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    prefill_launch.launch_prefill(
-        kind_of(True, lower_bound),
-        *arguments,
-        cu_seqlens,
-        out,
-        checkpoints=checkpoints,
-        scale=scale,
-        qk_l2norm=qk_l2norm,
-        lower_bound=lower_bound,
-    )
-    return out
+    return prefill(True, lower_bound, scale, qk_l2norm, backend, out, cu_seqlens, checkpoints, *arguments)
 
 
 @operator("state")
@@ -137,30 +97,9 @@ def kda_decode(
     Raises:
         InvalidArgumentError, UnsupportedConfigError, BackendUnavailableError: before any launch, nothing changed.
     """
-    done = launch_decode(
-        True,
-        lower_bound,
-        scale,
-        qk_l2norm,
-        settled,
-        backend,
-        out,
-        q,
-        k,
-        v,
-        g,
-        b,
-        A_log,
-        dt_bias,
-        state,
-        read_ids,
-        write_ids,
-    )
-    if done is not None:
-        return done
-    arguments = (q, k, v, g, b, A_log, dt_bias, state, read_ids, write_ids)
-    check_arguments("kda_decode", *arguments, out, kda=True, lower_bound=lower_bound, scale=scale, kernels=False)
-    return reference.kda_decode(*arguments, lower_bound=lower_bound, scale=scale, qk_l2norm=qk_l2norm, out=out)
+    return decode(
+        True, lower_bound, scale, qk_l2norm, settled, backend, out, q, k, v, g, b, A_log, dt_bias, state, read_ids, write_ids
+    )  # fmt: skip
 
 
 @operator("state", "draft_log.k", "draft_log.u", "draft_log.g")
@@ -206,61 +145,9 @@ def kda_verify(
     Raises:
         InvalidArgumentError, UnsupportedConfigError, BackendUnavailableError: before any launch, nothing changed.
     """
-    kernels = runs_kernels(backend, "q", q)
     arguments = (q, k, v, g, b, A_log, dt_bias, state, read_ids, write_ids)
-    facts = signature(
-        "kda_verify", kernels, lower_bound, scale, *arguments, out, cu_seqlens, num_accepted, *parts_of(draft_log)
-    )
-    if not is_sound(facts):
-        check_arguments(
-            "kda_verify",
-            *arguments,
-            out,
-            kda=True,
-            lower_bound=lower_bound,
-            scale=scale,
-            packed=True,
-            cu_seqlens=cu_seqlens,
-            kernels=kernels,
-        )
-        check_log(
-            draft_log,
-            num_accepted,
-            read_ids.shape[0],
-            q.device,
-            heads=(q.shape[1], v.shape[1], q.shape[2], v.shape[2]),
-            kda=True,
-            kernels=kernels,
-        )
-        remember(facts)
-    if not kernels:
-        return reference.kda_verify(
-            *arguments,
-            cu_seqlens,
-            draft_log,
-            num_accepted,
-            lower_bound=lower_bound,
-            round_every_token=round_every_token,
-            scale=scale,
-            qk_l2norm=qk_l2norm,
-            out=out,
-        )
-    if out is None:
-        out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    verify_launch.launch_verify(
-        kind_of(True, lower_bound),
-        *arguments,
-        cu_seqlens,
-        draft_log,
-        num_accepted,
-        out,
-        round_every_token=round_every_token,
-        scale=scale,
-        qk_l2norm=qk_l2norm,
-        settled=settled,
-        lower_bound=lower_bound,
-    )
-    return out
+    options = (round_every_token, scale, qk_l2norm, settled, backend, out)
+    return verify(True, lower_bound, *options, cu_seqlens, draft_log, num_accepted, *arguments)
 
 
 @operator("state")
@@ -284,40 +171,6 @@ def kda_commit(
     Raises:
         InvalidArgumentError, UnsupportedConfigError, BackendUnavailableError: before any launch, nothing changed.
     """
-    kernels = runs_kernels(backend, "state", state)
-    check_commit_arguments(
-        "kda_commit",
-        (A_log, dt_bias),
-        state,
-        read_ids,
-        write_ids,
-        draft_log,
-        num_accepted,
-        lower_bound=lower_bound,
-        kernels=kernels,
-    )
-    if not kernels:
-        reference.kda_commit(
-            A_log,
-            dt_bias,
-            state,
-            read_ids,
-            write_ids,
-            draft_log,
-            num_accepted,
-            lower_bound=lower_bound,
-            round_every_token=round_every_token,
-        )
-        return
-    verify_launch.launch_commit(
-        kind_of(True, lower_bound),
-        A_log,
-        dt_bias,
-        state,
-        read_ids,
-        write_ids,
-        draft_log,
-        num_accepted,
-        round_every_token=round_every_token,
-        lower_bound=lower_bound,
+    commit(
+        (A_log, dt_bias), lower_bound, round_every_token, backend, state, read_ids, write_ids, draft_log, num_accepted
     )

@@ -73,13 +73,6 @@ class IoOutcome(NamedTuple):
 class LeaseLedger(CacheLedger):
     """put_begin/put_end, get_begin/get_end, deadlines. See `Ledger`."""
 
-    leases: dict[int, IoLease]
-    stuck: dict[int, IoLease]
-    puts_in_flight: int
-    gets_in_flight: int
-    _all_ranks: int
-    _next_op: int
-
     def put_begin(self, handle: SlotHandle, *, deadline: float | None = None) -> IoLease:
         """A lease to read a sealed slot. CapacityError: too many puts, or admitted requests may need the slot."""
         if self.mode != "run":

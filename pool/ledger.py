@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from .errors import StuckLeaseError
-from .leases import IoLease, LeaseLedger
+from .leases import LeaseLedger
 from .slots import Holder, SlotRecord
 
 
@@ -22,37 +22,6 @@ class Ledger(LeaseLedger):
     completions of a transfer that make one; `fence_ranks` (default `ranks`): reports of a step's fence that make one, 1
     where transfer threads wait for their own rank's event. `max_publishes_per_step`, `max_puts`, `max_gets`: caps.
     """
-
-    def __init__(
-        self,
-        num_slots: int,
-        *,
-        reserved: int = 0,
-        in_place: bool = True,
-        policy: str = "late",
-        ranks: int = 1,
-        fence_ranks: int | None = None,
-        max_publishes_per_step: int | None = None,
-        max_puts: int = 8,
-        max_gets: int = 8,
-    ) -> None:
-        super().__init__(
-            num_slots,
-            reserved=reserved,
-            in_place=in_place,
-            policy=policy,
-            ranks=ranks,
-            fence_ranks=fence_ranks,
-            max_publishes_per_step=max_publishes_per_step,
-            max_puts=max_puts,
-            max_gets=max_gets,
-        )
-        self.leases: dict[int, IoLease] = {}
-        self.stuck: dict[int, IoLease] = {}
-        self.puts_in_flight = 0
-        self.gets_in_flight = 0
-        self._all_ranks = (1 << ranks) - 1
-        self._next_op = 1
 
     def bump_epoch(self) -> list[Holder]:
         """New weights: every checkpoint is un-indexed, running requests with state are tainted and returned."""

@@ -15,10 +15,14 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from .errors import CapacityError, ConfigError, InvariantError, PoolClosedError, check_int
 from .handles import GENERATION_MASK, INCARNATION_MASK, MAX_SLOTS, SlotHandle
 from .slots import Condition, Holder, SlotRecord, condition_of
+
+if TYPE_CHECKING:
+    from .leases import IoLease
 
 
 @dataclass(slots=True)
@@ -112,6 +116,13 @@ class LedgerBase:
         self._products: dict[int, list[SlotRecord]] = {}
         self._rank_done = [0] * fence_ranks
         self._last_rows: tuple[Sequence[Holder], Sequence[int]] = ((), ())
+        #: Transfers in flight by operation; those past their deadline stand in `stuck` until they report.
+        self.leases: dict[int, IoLease] = {}
+        self.stuck: dict[int, IoLease] = {}
+        self.puts_in_flight = 0
+        self.gets_in_flight = 0
+        self._all_ranks = (1 << ranks) - 1
+        self._next_op = 1
 
     # Reading the ledger
 
