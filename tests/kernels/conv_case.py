@@ -88,6 +88,17 @@ class Case:
             activation=self.activation, settled=settled, out=self.output(x.shape[0]), backend="kernels",
         )  # fmt: skip
 
+    def check_decode(self, x, read, write, positions, **options):
+        """Decode against float64: outputs, windows written, all other slots. Gives the outputs and the pool before."""
+        original, oracle = self.pool.clone(), self.pool.clone()
+        expected = reference.causal_conv1d_decode(
+            x, self.weight, oracle, read, write, positions, out=float64_out(self, x.shape[0]), **self.options()
+        )
+        out = self.decode(x, self.pool, read, write, positions, **options)
+        self.check_output(out, expected)
+        check_windows(self.pool, (oracle, original), write, positions + 1)
+        return out, original
+
     def options(self):
         return {"bias": self.bias, "activation": self.activation, "compute_dtype": torch.float64}
 

@@ -106,3 +106,54 @@ def check_graph_replay(run, kind):
         expected = run(*inputs.tensors, eager, read, write, cu)
         assert torch.equal(bits(out[: bounds[-1]]), bits(expected[: bounds[-1]]))
         assert torch.equal(bits(pool), bits(eager))
+
+
+def check_sequences_without_tokens(run, kind, hv, dtype):
+    """Their state moves from the read to the write slot, and is zero without one."""
+    pool = filled_pool(4, hv, dtype, "randn", (0,))
+    start = pool[0].clone()
+    inputs = delta_inputs(kind, "randn", 0, 1, hv, device="cuda")
+    read, write, cu = ids(0, -1, device="cuda"), ids(1, 2, device="cuda"), ids(0, 0, 0, device="cuda")
+    out = run(*inputs.tensors, pool, read, write, cu)
+    assert out.shape == (0, hv, 128)
+    assert torch.equal(pool[1], start)
+    assert torch.equal(pool[0], start)
+    assert not pool[2].any()
+    assert pool[3].isnan().all()
+
+
+def check_longer_token_buffer(run, kind):
+    """Tokens beyond the last sequence are NaN, and so may their outputs be; the rest is what it is without them."""
+    lengths, total, buffer = [65, 1, 135], 201, 256
+    inputs = delta_inputs(kind, "randn", buffer, 2, 4, device="cuda")
+    for tensor in inputs.tensors[:5]:
+        tensor[total:] = math.nan
+    read, write, cu = ids(0, 1, 2, device="cuda"), ids(3, 4, 5, device="cuda"), cu_seqlens(lengths, device="cuda")
+    pool = filled_pool(6, 4, torch.float32, "randn", range(3))
+    exact = pool.clone()
+    out = torch.full((buffer, 4, 128), math.nan, dtype=torch.bfloat16, device="cuda")
+    run(*inputs.tensors, pool, read, write, cu, out=out)
+    alone = run(*inputs.rows(slice(0, total)).tensors, exact, read, write, cu)
+    assert torch.equal(bits(out[:total]), bits(alone))
+    assert torch.equal(bits(pool), bits(exact))
+    assert torch.isfinite(out[:total]).all()
+
+
+def check_neighbours(run, kind, lengths, value):
+    """Other sequences full of `value` change no bit of one."""
+    hv, n = 4, len(lengths)
+    inputs = delta_inputs(kind, "trained", sum(lengths), 2, hv, device="cuda")
+    cu = cu_seqlens(lengths, device="cuda")
+    read = torch.arange(n, dtype=torch.int32, device="cuda")
+    pool = filled_pool(2 * n, hv, torch.float32, "trained", range(n))
+    spoiled_pool = pool.clone()
+    out = run(*inputs.tensors, pool, read, read + n, cu)
+    row = n // 2 if n > 2 else 0
+    begin, end = int(cu[row]), int(cu[row + 1])
+    spoiled = [x.clone() for x in inputs.tensors[:5]]
+    for tensor in spoiled:
+        tensor[:begin] = value
+        tensor[end:] = value
+    other = run(*spoiled, *inputs.tensors[5:], spoiled_pool, read, read + n, cu)
+    assert torch.equal(bits(out[begin:end]), bits(other[begin:end]))
+    assert torch.equal(bits(pool[n + row]), bits(spoiled_pool[n + row]))

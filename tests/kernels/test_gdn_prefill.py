@@ -3,12 +3,10 @@ one piece and in parts."""
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from gdn_prefill_case import PATHS, RUN, check, chunked, equal_keys, public
-from prefill_case import DTYPES, bits, filled_pool
+from prefill_case import DTYPES, bits, check_longer_token_buffer, check_sequences_without_tokens, filled_pool
 
 from compact_state.cute_kernels import Checkpoints, gdn_decode, reference
 from compact_state.cute_kernels.reference.datasets import DATASETS, RAGGED_LENGTHS, cu_seqlens, delta_inputs, ids
@@ -138,43 +136,14 @@ def test_A3_ids_out_of_range(length, dtype, path):
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_E12_sequences_without_tokens(dtype, path):
-    """Their state moves from the read to the write slot, and is zero without one."""
-    for hv in (1, 4):
-        pool = filled_pool(4, hv, dtype, "randn", (0,))
-        start = pool[0].clone()
-        inputs = delta_inputs("gdn", "randn", 0, 1, hv, device="cuda")
-        arguments = (
-            *inputs.tensors,
-            pool,
-            ids(0, -1, device="cuda"),
-            ids(1, 2, device="cuda"),
-            ids(0, 0, 0, device="cuda"),
-        )
-        out = RUN[path](*arguments)
-        assert out.shape == (0, hv, 128)
-        assert torch.equal(pool[1], start)
-        assert torch.equal(pool[0], start)
-        assert not pool[2].any()
-        assert pool[3].isnan().all()
+@pytest.mark.parametrize("hv", [1, 4])
+def test_E12_sequences_without_tokens(hv, dtype, path):
+    check_sequences_without_tokens(RUN[path], "gdn", hv, dtype)
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_E15_a_token_buffer_longer_than_the_sequences(path):
-    """Tokens beyond the last sequence are NaN, and so may their outputs be; the rest is what it is without them."""
-    lengths, buffer = [65, 1, 135], 256
-    inputs = delta_inputs("gdn", "randn", buffer, 2, 4, device="cuda")
-    for tensor in inputs.tensors[:5]:
-        tensor[201:] = math.nan
-    read, write, cu = ids(0, 1, 2, device="cuda"), ids(3, 4, 5, device="cuda"), cu_seqlens(lengths, device="cuda")
-    pool = filled_pool(6, 4, torch.float32, "randn", range(3))
-    exact = pool.clone()
-    out = torch.full((buffer, 4, 128), math.nan, dtype=torch.bfloat16, device="cuda")
-    RUN[path](*inputs.tensors, pool, read, write, cu, out=out)
-    alone = RUN[path](*inputs.rows(slice(0, 201)).tensors, exact, read, write, cu)
-    assert torch.equal(bits(out[:201]), bits(alone))
-    assert torch.equal(bits(pool), bits(exact))
-    assert torch.isfinite(out[:201]).all()
+    check_longer_token_buffer(RUN[path], "gdn")
 
 
 @pytest.mark.parametrize("tokens", [64, 200])

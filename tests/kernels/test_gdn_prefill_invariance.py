@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from gdn_prefill_case import PATHS, RUN, chunked, equal_keys, public
-from prefill_case import DTYPES, bits, check_equal_repeats, check_graph_replay, filled_pool
+from prefill_case import DTYPES, bits, check_equal_repeats, check_graph_replay, check_neighbours, filled_pool
 
 from compact_state.cute_kernels import Checkpoints
 from compact_state.cute_kernels.reference.datasets import cu_seqlens, delta_inputs, ids
@@ -19,23 +19,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("lengths", [[65, 64], [1, 63], [127, 1], [70, 130, 5]])
 @pytest.mark.parametrize("value", [1e4, math.nan, math.inf])
 def test_E8_neighbours_change_no_bit(lengths, value, path):
-    hv = 4
-    inputs = delta_inputs("gdn", "trained", sum(lengths), 2, hv, device="cuda")
-    cu = cu_seqlens(lengths, device="cuda")
-    n = len(lengths)
-    read = torch.arange(n, dtype=torch.int32, device="cuda")
-    pool = filled_pool(2 * n, hv, torch.float32, "trained", range(n))
-    spoiled_pool = pool.clone()
-    out = RUN[path](*inputs.tensors, pool, read, read + n, cu)
-    row = n // 2 if n > 2 else 0
-    begin, end = int(cu[row]), int(cu[row + 1])
-    spoiled = [x.clone() for x in inputs.tensors[:5]]
-    for tensor in spoiled:
-        tensor[:begin] = value
-        tensor[end:] = value
-    other = RUN[path](*spoiled, *inputs.tensors[5:], spoiled_pool, read, read + n, cu)
-    assert torch.equal(bits(out[begin:end]), bits(other[begin:end]))
-    assert torch.equal(bits(pool[n + row]), bits(spoiled_pool[n + row]))
+    check_neighbours(RUN[path], "gdn", lengths, value)
 
 
 def test_E7_unnormalised_keys_that_diverge_spoil_no_other_sequence():

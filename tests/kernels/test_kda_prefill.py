@@ -6,7 +6,17 @@ import math
 
 import pytest
 import torch
-from prefill_case import DTYPES, bits, check_equal_repeats, check_graph_replay, check_inputs, filled_pool
+from prefill_case import (
+    DTYPES,
+    bits,
+    check_equal_repeats,
+    check_graph_replay,
+    check_inputs,
+    check_longer_token_buffer,
+    check_neighbours,
+    check_sequences_without_tokens,
+    filled_pool,
+)
 
 from compact_state.cute_kernels import Checkpoints, kda_launch, kda_prefill
 from compact_state.cute_kernels.reference.datasets import (
@@ -193,55 +203,18 @@ def test_A3_ids_out_of_range(length, dtype, path):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("hv", [1, 4])
 def test_E12_sequences_without_tokens(hv, dtype, path):
-    """Their state moves from the read to the write slot, and is zero without one."""
-    pool = filled_pool(4, hv, dtype, "randn", (0,))
-    start = pool[0].clone()
-    inputs = delta_inputs("kda", "randn", 0, 1, hv, device="cuda")
-    read, write, cu = ids(0, -1, device="cuda"), ids(1, 2, device="cuda"), ids(0, 0, 0, device="cuda")
-    out = RUN[path](*inputs.tensors, pool, read, write, cu)
-    assert out.shape == (0, hv, 128)
-    assert torch.equal(pool[1], start)
-    assert torch.equal(pool[0], start)
-    assert not pool[2].any()
-    assert pool[3].isnan().all()
+    check_sequences_without_tokens(RUN[path], "kda", hv, dtype)
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_E15_a_token_buffer_longer_than_the_sequences(path):
-    """Tokens beyond the last sequence are NaN, and so may their outputs be; the rest is what it is without them."""
-    inputs = delta_inputs("kda", "randn", 256, 2, 4, device="cuda")
-    for tensor in inputs.tensors[:5]:
-        tensor[201:] = math.nan
-    read, write, cu = ids(0, 1, 2, device="cuda"), ids(3, 4, 5, device="cuda"), cu_seqlens([65, 1, 135], device="cuda")
-    pool = filled_pool(6, 4, torch.float32, "randn", range(3))
-    exact = pool.clone()
-    out = torch.full((256, 4, 128), math.nan, dtype=torch.bfloat16, device="cuda")
-    RUN[path](*inputs.tensors, pool, read, write, cu, out=out)
-    alone = RUN[path](*inputs.rows(slice(0, 201)).tensors, exact, read, write, cu)
-    assert torch.equal(bits(out[:201]), bits(alone))
-    assert torch.equal(bits(pool), bits(exact))
-    assert torch.isfinite(out[:201]).all()
+    check_longer_token_buffer(RUN[path], "kda")
 
 
 @pytest.mark.parametrize("lengths", [[65, 64], [1, 63], [127, 1], [70, 130, 5]])
 @pytest.mark.parametrize("value", [1e4, math.nan, math.inf])
 def test_E8_neighbours_change_no_bit(lengths, value):
-    hv, n = 4, len(lengths)
-    inputs = delta_inputs("kda", "trained", sum(lengths), 2, hv, device="cuda")
-    cu = cu_seqlens(lengths, device="cuda")
-    read = torch.arange(n, dtype=torch.int32, device="cuda")
-    pool = filled_pool(2 * n, hv, torch.float32, "trained", range(n))
-    spoiled_pool = pool.clone()
-    out = chunked(*inputs.tensors, pool, read, read + n, cu)
-    row = n // 2 if n > 2 else 0
-    begin, end = int(cu[row]), int(cu[row + 1])
-    spoiled = [x.clone() for x in inputs.tensors[:5]]
-    for tensor in spoiled:
-        tensor[:begin] = value
-        tensor[end:] = value
-    other = chunked(*spoiled, *inputs.tensors[5:], spoiled_pool, read, read + n, cu)
-    assert torch.equal(bits(out[begin:end]), bits(other[begin:end]))
-    assert torch.equal(bits(pool[n + row]), bits(spoiled_pool[n + row]))
+    check_neighbours(chunked, "kda", lengths, value)
 
 
 @pytest.mark.parametrize("tokens", [64, 200, 1000])

@@ -148,6 +148,20 @@ class Rig:
         assert self.store.settle(20.0)
         return entry.stored
 
+    def put_half_way(self, entry: IndexEntry) -> None:
+        """Starts a put that stops in the middle until the gate of the fake store opens."""
+        self.raw[0].gate.clear()
+        self.store.put(entry)
+        self.settle(self.raw[0].half_way.is_set)
+
+    def find_half_way(self, tokens: Sequence[int], positions: Sequence[int]) -> StateRequest:
+        """A request whose load stops in the middle until the gate of the fake store opens."""
+        self.raw[0].gate.clear()
+        request = self.request(tokens)
+        self.store.find(request, positions)
+        self.settle(self.raw[0].half_way.is_set)
+        return request
+
     def settle(self, done: Callable[[], bool], timeout_s: float = 20.0) -> None:
         """Polls until `done()`."""
         limit = time.monotonic() + timeout_s

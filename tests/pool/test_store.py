@@ -111,10 +111,7 @@ def test_loads_past_the_cap_wait_until_the_finds_deadline(make):
 def test_a_cancel_while_loading_frees_the_slot_only_at_the_end(make):
     stored_by_another(make)
     rig = make()
-    rig.raw[0].gate.clear()
-    request = rig.request(PROMPT)
-    rig.store.find(request, [10])
-    rig.settle(rig.raw[0].half_way.is_set)
+    request = rig.find_half_way(PROMPT, [10])
     free = len(rig.ledger.free)
     rig.life.cancel(request)
     rig.store.poll()
@@ -129,9 +126,7 @@ def test_I1_a_slot_is_not_reused_while_a_put_reads_it(make, backend):
     """The put is delayed; its checkpoint is evicted and the pool fills up meanwhile: the stored bytes are the old state."""
     rig = make(slots=3)
     entry = rig.checkpoint(PROMPT[:10])
-    rig.raw[0].gate.clear()
-    rig.store.put(entry)
-    rig.settle(rig.raw[0].half_way.is_set)
+    rig.put_half_way(entry)
     rig.index.remove(entry)
     slot = entry.handle.slot
     for number in range(4):
@@ -146,9 +141,7 @@ def test_I1_a_slot_is_not_reused_while_a_put_reads_it(make, backend):
 def test_I3_a_second_life_is_not_touched_by_the_old_put(make):
     rig = make()
     entry = rig.checkpoint(PROMPT[:10])
-    rig.raw[0].gate.clear()
-    rig.store.put(entry)
-    rig.settle(rig.raw[0].half_way.is_set)
+    rig.put_half_way(entry)
     request = rig.request(PROMPT)
     assert rig.life.admit(request)
     assert request.resumed == 10

@@ -272,10 +272,7 @@ def test_a_stuck_transfer_costs_its_slot_and_a_late_end_is_stale(make, caplog):
     now = [0.0]
     rig = make(clock=lambda: now[0], settings=replace(QUICK, workers=1))
     raw = rig.raw[0]
-    raw.gate.clear()
-    request = rig.request(PROMPT)
-    rig.store.find(request, [10])
-    rig.settle(raw.half_way.is_set)
+    request = rig.find_half_way(PROMPT, [10])
     now[0] = 100.0
     with caplog.at_level(logging.ERROR, "compact_state.store"):
         rig.store.poll()

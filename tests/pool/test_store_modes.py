@@ -48,9 +48,7 @@ def test_new_weights_need_a_new_identity(make):
     with pytest.raises(ConfigError, match=r"after life\.new_weights"):
         rig.store.new_weights("weights-2")
     late = rig.checkpoint(PROMPT[:12])
-    rig.raw[0].gate.clear()
-    rig.store.put(late)
-    rig.settle(rig.raw[0].half_way.is_set)
+    rig.put_half_way(late)
     waiting = rig.request(PROMPT)
     rig.life.new_weights()
     rig.weights = "weights-2"
@@ -70,10 +68,7 @@ def test_new_weights_need_a_new_identity(make):
 def test_a_load_that_new_weights_overtake_is_not_used(make):
     stored_by_another(make)
     rig = make()
-    rig.raw[0].gate.clear()
-    request = rig.request(PROMPT)
-    rig.store.find(request, [10])
-    rig.settle(rig.raw[0].half_way.is_set)
+    request = rig.find_half_way(PROMPT, [10])
     rig.life.new_weights()
     rig.raw[0].gate.set()
     rig.settle(lambda: not rig.store.pending(request))
@@ -100,9 +95,7 @@ def test_after_close_nothing_reaches_the_client(make):
 
 def test_close_waits_for_a_transfer_and_refuses_when_it_hangs(make):
     rig = make()
-    rig.raw[0].gate.clear()
-    rig.store.put(rig.checkpoint(PROMPT[:10]))
-    rig.settle(rig.raw[0].half_way.is_set)
+    rig.put_half_way(rig.checkpoint(PROMPT[:10]))
     with pytest.raises(StuckLeaseError, match="memory must stay"):
         rig.store.close(0.05)
     assert not rig.raw[0].closed
@@ -148,9 +141,7 @@ def test_a_slot_that_changes_under_a_put_is_noticed_by_the_reader(make):
     """Nothing in the pool does this; if it happened, the checksum would say so."""
     rig = make()
     entry = rig.checkpoint(PROMPT[:10])
-    rig.raw[0].gate.clear()
-    rig.store.put(entry)
-    rig.settle(rig.raw[0].half_way.is_set)
+    rig.put_half_way(entry)
     rig.pools[0].memory[entry.handle.slot, -1] ^= 1
     rig.raw[0].gate.set()
     assert rig.store.settle(10)
