@@ -22,6 +22,7 @@ from .opaque import operator
 from .validation import (
     ALIGNMENT,
     FLOAT_DTYPES,
+    REFUSALS,
     Backend,
     check_alignment,
     check_checkpoints,
@@ -222,7 +223,7 @@ def _decode(
         if bias is not None and (bias.shape != weight.shape[:1] or not is_dense(bias)):
             raise ValueError
         conv_launch.launch_decode(*arguments, bias, activation, out, settled=settled)
-    except (TypeError, ValueError, AttributeError, KeyError, IndexError):
+    except REFUSALS:
         _check("causal_conv1d_decode", *arguments, bias, activation, out, kernels=True)
         if x.shape[0] != 0:
             raise

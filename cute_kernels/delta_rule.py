@@ -16,6 +16,7 @@ from .errors import InvalidArgumentError
 from .validation import (
     FLOAT_DTYPES,
     HEAD_DIM,
+    REFUSALS,
     STATE_DTYPES,
     Backend,
     check_alignment,
@@ -211,7 +212,7 @@ def decode(
             width**-0.5 if scale is None else scale,
             lower_bound or 0.0,
         )
-    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RuntimeError):
+    except REFUSALS:
         operator, kernels = "kda_decode" if kda else "gdn_decode", runs_kernels(backend, "q", q)
         arguments = (q, k, v, gate, b, A_log, dt_bias, state, read_ids, write_ids)
         check_arguments(operator, *arguments, out, kda=kda, lower_bound=lower_bound, scale=scale, kernels=kernels)

@@ -15,6 +15,7 @@ from .reference.layer import GateActivation
 from .validation import (
     FLOAT_DTYPES,
     HEAD_DIM,
+    REFUSALS,
     STATE_DTYPES,
     check_alignment,
     check_choice,
@@ -213,7 +214,7 @@ def launch_decode(
             lower_bound or 0.0,
             eps,
         )
-    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RuntimeError):
+    except REFUSALS:
         check_arguments(
             operator, arguments, conv_bias, gate_activation, lower_bound, scale, eps, None, out, kda=kda, kernels=True
         )
@@ -361,7 +362,7 @@ def launch_verify(
         )
     except CompactStateError:
         raise
-    except (TypeError, ValueError, AttributeError, LookupError, RuntimeError):
+    except REFUSALS:
         check_arguments(
             operator, arguments, conv_bias, gate_activation, lower_bound, scale, eps, verify, out, kda=kda, kernels=True
         )

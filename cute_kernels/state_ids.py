@@ -9,7 +9,7 @@ from .compile.cache import jit_cache
 from .configs.state_ids import COUNTS, HALF, NEXT_IDS, StateIdsKey
 from .errors import InvalidArgumentError
 from .opaque import operator
-from .validation import Backend, check_ids, runs_kernels
+from .validation import REFUSALS, Backend, check_ids, runs_kernels
 
 _advance = jit_cache("state_ids")
 KEY = StateIdsKey()
@@ -53,7 +53,7 @@ def advance_state_ids(
     if kernels and read_ids.shape != (0,):
         try:
             _launch(read_ids, write_ids, positions, num_slots, num_tokens, num_accepted, log_half, next_write_ids)
-        except (TypeError, ValueError, AttributeError):
+        except REFUSALS:
             # The loaded function refused, before it launched: say which argument and what it may be.
             _check(read_ids, write_ids, positions, num_slots, optional)
             raise

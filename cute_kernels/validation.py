@@ -20,9 +20,11 @@ BACKENDS = ("auto", "kernels", "reference")
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 HEAD_DIM = 128  # key and value head size the kernels serve
-MAX_SOUND = 8192  # signatures remembered
-_sound: set[tuple[Any, ...]] = set()
 ALIGNMENT = 16  # bytes; pools, slot strides and packed rows
+MAX_SOUND = 8192  # signatures remembered
+#: What arguments of a wrong kind raise on the way to a launch and in a loaded function: then the full check names one.
+REFUSALS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, BufferError, RuntimeError)
+_sound: set[tuple[Any, ...]] = set()
 
 
 def _describe(tensor: object) -> str:
