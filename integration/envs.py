@@ -8,11 +8,9 @@ ENABLE = "LMDEPLOY_ENABLE_COMPACT_STATE"
 SAVE_ALIGNMENT = "LMDEPLOY_COMPACT_PREFILL_SAVE_ALIGNMENT"
 BACKEND = "LMDEPLOY_COMPACT_BACKEND"
 FUSED_DECODE = "LMDEPLOY_COMPACT_FUSED_DECODE"
-SPIN_MS = "LMDEPLOY_COMPACT_SPIN_MS"
 
 BACKENDS = ("auto", "kernels", "reference")
 DEFAULT_SAVE_ALIGNMENT = 512
-DEFAULT_SPIN_MS = 4
 
 # lmdeploy's own words for a boolean (lmdeploy.pytorch.envs.env_to_bool).
 _TRUE = ("true", "1", "yes", "on")
@@ -50,17 +48,6 @@ def fused_decode() -> bool:
     0 runs conv, rule and norm one by one: for comparing the two. Raises ValueError for a word that is no boolean.
     """
     return _boolean(FUSED_DECODE, True)
-
-
-def spin_ms() -> int:
-    """Milliseconds for which the engine looks for a forward's output without pause (LMDEPLOY_COMPACT_SPIN_MS, default 4).
-
-    0 looks once a millisecond, as lmdeploy does. Raises ValueError for anything but a non-negative integer.
-    """
-    value = os.environ.get(SPIN_MS, str(DEFAULT_SPIN_MS))
-    if not value.strip().isdecimal():
-        raise ValueError(f"{SPIN_MS}={value}: not a non-negative number of milliseconds; set 0 for none.")
-    return int(value)
 
 
 def prefill_save_alignment() -> int:

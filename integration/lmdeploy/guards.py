@@ -161,7 +161,6 @@ def check_engine(config: Any) -> None:
         check(config)
     envs.backend()
     envs.fused_decode()
-    envs.spin_ms()
 
 
 def check_backend(backend: str | None, setting: str = "distributed_executor_backend") -> None:

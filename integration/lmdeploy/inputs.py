@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import time
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -13,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...cute_kernels.checkpoints import Checkpoints
-from .. import envs
 from . import ids
 
 if TYPE_CHECKING:
@@ -107,35 +103,8 @@ def patch_engine_inputs_maker(module: ModuleType) -> None:
     task._try_decode = decode_with_ids
 
 
-def _prompt_output(module: ModuleType, spin_s: float) -> Callable[[Any], Awaitable[Any]]:
-    """lmdeploy's `get_output_async`, which naps a millisecond between two looks: a decode step takes little more.
-
-    For `spin_s` seconds every turn of the event loop looks; other work of the loop goes on in between.
-    """
-
-    async def get_output_async(self: Any) -> Any:
-        queued = await self._out_que.get()
-        if queued is None:
-            return {}
-        out, event = queued
-        until = time.perf_counter() + spin_s
-        while not event.query():
-            await asyncio.sleep(0 if time.perf_counter() < until else 0.001)
-        with torch.cuda.stream(self.out_stream), torch.inference_mode(), module.record_function("outputs_D2H"):
-            event.wait()
-            out = out.to_cpu()
-            out.new_token_timestamp = time.time()
-        self._release_completed_h2d_transfers()
-        return out
-
-    return get_output_async
-
-
 def patch_engine_model_agent_agent(module: ModuleType) -> None:
-    """The operators find a forward's export list and the draft logs in its step context; outputs are fetched promptly."""
-    spin_ms = envs.spin_ms()
-    if spin_ms:
-        module.BaseModelAgent.get_output_async = _prompt_output(module, spin_ms / 1e3)
+    """The operators find a forward's export list and the draft logs in its step context."""
     restore = module._restore_cache_checkpoint
 
     @functools.wraps(restore)

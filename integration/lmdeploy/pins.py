@@ -51,8 +51,6 @@ PINNED: dict[str, tuple[str, ...]] = {
         "_restore_cache_checkpoint",
         "_save_cache_checkpoint",
         "BaseModelAgent._async_step",
-        "BaseModelAgent._push_output",
-        "BaseModelAgent.get_output_async",
         "BaseModelAgent.sleep",
     ),
     "paging.scheduler": ("Scheduler.__init__", "Scheduler.schedule", "Scheduler.schedule_running"),
