@@ -162,7 +162,7 @@ def _cold_peers(case: Any, cold: dict[tuple[str, str], list[str]]) -> dict[str, 
 def _warm(options: argparse.Namespace) -> int:
     from . import peers
     from .cases import select
-    from .warm import warm, warm_group
+    from .warm import precompile, warm, warm_group
 
     cases = select(options.op, options.case, options.quick)
     if options.here:
@@ -172,6 +172,7 @@ def _warm(options: argparse.Namespace) -> int:
         options.logs.mkdir(parents=True, exist_ok=True)
     names = peers.wanted(options.peers)
     cache = options.peer_cache.absolute() if options.peer_cache else None
+    precompile(names)
     cold = warm(
         cases, names, options.jobs, lambda text: print(text, flush=True), options.logs, options.compile_limit, cache
     )

@@ -20,7 +20,7 @@ from pathlib import Path
 from . import peers, schema
 from .cases import Case
 from .run import dump, unfinished
-from .warm import IN_MEMORY, Cold, environment, family_of, pattern, warm
+from .warm import IN_MEMORY, Cold, environment, family_of, pattern, precompile, warm
 
 FAMILIES = ("conv", "step", "gdn_prefill", "kda_prefill")
 COST = {"conv": 0.3, "gdn_prefill": 1.5, "kda_prefill": 1.0, "step": 0.7}  # of a case, relative: how time is shared
@@ -159,6 +159,7 @@ def measure(
         (out / f"{case.file}.json").unlink(missing_ok=True)  # a row of another run must not pass for one of this
     if logs is not None:
         logs.mkdir(parents=True, exist_ok=True)
+    precompile(wanted)
     with tempfile.TemporaryDirectory() as temporary:
         families = by_family(cases, Path(temporary))
         try:

@@ -12,6 +12,7 @@ import concurrent.futures
 import contextlib
 import functools
 import importlib
+import importlib.util
 import math
 import os
 import re
@@ -33,6 +34,13 @@ TUNING = {
 }  # peers that tune for long; without them in time a case is measured without them
 COMPILE_THREADS = 8
 DONE = "warm: "  # begins the line by which a process says that a peer is done
+SOUND = "sound: "  # and the line by which it says that nothing failed that the peer has a kernel for
+PACKAGES = {
+    "flashinfer": ("flashinfer", "cutlass"),
+    "fla": ("fla",),
+    "cudnn": ("cudnn",),
+    "lmdeploy": ("lmdeploy", "tilelang", "fla"),
+}
 
 # Peers with a kernel for an operator, by where they keep what they compiled: on disk for all processes, or in their own memory.
 ON_DISK = {
@@ -142,7 +150,7 @@ def warm_group(cases: Sequence[Case], peer_names: str, after: Path | None = None
         _compile_configs_together()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ws = Workspace(device, POOL_BYTES, SHARED_ROWS if device.type == "cuda" else 0)
-    failures = []
+    failures: list[str] = []
 
     def attempt(what: str, action: Callable[[], Any]) -> Any:
         """The action's result; what fails is named by the run itself, per case."""
@@ -158,11 +166,12 @@ def warm_group(cases: Sequence[Case], peer_names: str, after: Path | None = None
         time.sleep(0.1)
     failures += [f"{name}: {status[name]}" for name in peer_names.split(",") if name in status and name not in adapters]
     for name, adapter in adapters.items():
+        before = len(failures)
         for case in cases:
             bench = importlib.import_module(f".{BENCHES[case.op]}", __package__)
             with torch.no_grad():
                 prepared = attempt(case.name, functools.partial(bench.prepare, case, ws, {name: adapter}))
-                if prepared is not None and name in prepared.missing:
+                if prepared is not None and not prepared.missing.get(name, "Unsupported").startswith("Unsupported"):
                     failures.append(f"{case.name}: {prepared.missing[name]}")
                 for contender in prepared.contenders if prepared is not None else ():
                     if not contender.name.startswith(("ours", "slab_copy")):
@@ -172,6 +181,8 @@ def warm_group(cases: Sequence[Case], peer_names: str, after: Path | None = None
             if name in TUNING and os.environ.get("FLA_CONFIG_DIR"):
                 attempt("tuned configurations", functools.partial(_keep_tuned, Path(os.environ["FLA_CONFIG_DIR"])))
         print(f"{DONE}{name}", flush=True)
+        if len(failures) == before:
+            print(f"{SOUND}{name}", flush=True)
     return failures
 
 
@@ -180,6 +191,24 @@ def _keep_tuned(folder: Path) -> None:
 
     if "fla" in sys.modules:
         keep_tuned(folder)
+
+
+def precompile(peer_names: Sequence[str], limit_s: float = 30.0) -> None:
+    """Have Python's byte code of the peers on disk before many processes import them at once; does nothing where it is."""
+    folders = []
+    for package in dict.fromkeys(package for name in peer_names for package in PACKAGES[name]):
+        with contextlib.suppress(ImportError, ValueError):
+            spec = importlib.util.find_spec(package)
+            folders += list(spec.submodule_search_locations or ()) if spec is not None else []
+    if folders:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run(
+                [sys.executable, "-m", "compileall", "-q", "-j", "0", *folders],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                timeout=limit_s,
+                check=False,
+            )
 
 
 def _compile_configs_together() -> None:
@@ -228,13 +257,13 @@ def warm(
         cache: folder for what peers keep on disk; by default wherever each of them does by itself. A unit that was warmed in it
             before is not warmed again: what its peers then do not find there they compile when they are timed.
     """
+    began = time.monotonic()
     left = units(cases, peer_names)
     if cache is not None:
         left = {unit: chosen for unit, chosen in left.items() if not _is_warm(cache, unit, chosen)}
     waits = {unit: _waits_for(unit, list(left)) for unit in left if cache is None or not _is_tuned(cache, unit[0])}
     cold = set(left)
     running: dict[Unit, tuple[subprocess.Popen[str], float]] = {}
-    began = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
         folder = logs or Path(temporary)
 
@@ -245,7 +274,7 @@ def warm(
             text = log(unit).read_text()
             if re.search(rf"^{DONE}{unit[2]}$", text, re.MULTILINE):
                 cold.discard(unit)
-                if cache is not None:
+                if cache is not None and re.search(rf"^{SOUND}{unit[2]}$", text, re.MULTILINE):
                     _mark(cache, unit).parent.mkdir(parents=True, exist_ok=True)
                     _mark(cache, unit).write_text(pattern(left[unit]))
             return text

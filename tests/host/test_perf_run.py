@@ -19,7 +19,7 @@ from compact_state.perf.geometries import Geometry, geometry
 from compact_state.perf.inputs import Workspace, delta_problem
 from compact_state.perf.matrix import Turn, by_family
 from compact_state.perf.peers.common import PeerCall, log_decay
-from compact_state.perf.warm import IN_MEMORY, ON_DISK, _waits_for, environment, pattern, units, warm
+from compact_state.perf.warm import IN_MEMORY, ON_DISK, _waits_for, environment, pattern, units, warm, warm_group
 
 CPU = torch.device("cpu")
 SMALL_GDN = Geometry("Q4", "two heads", 8, "gdn", 1, 2, ("float32",))
@@ -384,7 +384,7 @@ def test_a_unit_that_takes_over_tuned_configurations_waits_unless_they_are_there
 
     def start(command: list[str], stdout: Any, **options: Any) -> Process:
         started.append(command)
-        stdout.write("warm: fla\n")
+        stdout.write("warm: fla\nsound: fla\n")
         return Process(0)
 
     monkeypatch.setattr(matrix.subprocess, "Popen", start)
@@ -400,6 +400,34 @@ def test_a_unit_that_takes_over_tuned_configurations_waits_unless_they_are_there
     more = select("gdn_prefill", "(Q1|Q3):(1x2048|1x8192):f32")
     warm(more, ["fla"], logs=tmp_path, cache=tmp_path, say=lambda text: None)
     assert ["--after" in command for command in started] == [False, False]
+
+
+def test_what_failed_is_warmed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+
+    def start(command: list[str], stdout: Any, **options: Any) -> Process:
+        started.append(command)
+        stdout.write("warm: flashinfer\ngdn_decode:Q1:B64:f32 flashinfer: TypeError: no compiler\n")
+        return Process(0)
+
+    monkeypatch.setattr(matrix.subprocess, "Popen", start)
+    cases = select("gdn_decode", "Q1:B64:f32")
+    for count in (1, 2):
+        assert warm(cases, ["flashinfer"], logs=tmp_path, cache=tmp_path, say=lambda text: None) == {}
+        assert len(started) == count
+
+
+def test_a_warm_group_says_whether_anything_failed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = fake_peer(1.0)
+    wrong = types.SimpleNamespace(decode=lambda p: PeerCall(lambda *ids: lambda: 1 / 0, in_place=True))
+    for adapter, sound, failures in ((right, True, 0), (refusing_peer(), True, 0), (wrong, False, 1)):
+        monkeypatch.setattr(peers, "load", lambda names, adapter=adapter: ({"cudnn": adapter}, {"cudnn": "1"}))
+        assert len(warm_group([small("gdn_decode", "B3")], "cudnn")) == failures
+        said = capsys.readouterr().out.split("\n")
+        assert "warm: cudnn" in said
+        assert ("sound: cudnn" in said) == sound
 
 
 def test_a_family_whose_peer_compiles_for_ever_is_measured_without_it(
