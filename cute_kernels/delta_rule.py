@@ -121,16 +121,19 @@ def check_parameters(
     device: torch.device,
     *,
     kernels: bool,
+    aligned: bool = True,
 ) -> None:
-    """Check the gate's parameters: A_log `[HV]`, dt_bias of the shape `bias` or flat."""
+    """Check the gate's parameters: A_log `[HV]`, dt_bias of the shape `bias` or flat, read in vectors if `aligned`."""
     dtypes = PARAMETER_DTYPES if kernels else FLOAT_DTYPES
     check_tensor("A_log", A_log, (hv,), dtypes, device)
     flat = not isinstance(dt_bias, torch.Tensor) or dt_bias.dim() == 1
     check_tensor("dt_bias", dt_bias, (math.prod(bias),) if flat else bias, dtypes, device)
     if kernels:
-        if not A_log.is_contiguous():
-            raise InvalidArgumentError("A_log", f"strides {list(A_log.stride())}", "a contiguous tensor")
-        check_dense("dt_bias", dt_bias)
+        for name, parameter in (("A_log", A_log), ("dt_bias", dt_bias)):
+            if not parameter.is_contiguous():
+                raise InvalidArgumentError(name, f"strides {list(parameter.stride())}", "a contiguous tensor")
+        if aligned:
+            check_dense("dt_bias", dt_bias)
 
 
 def check_commit_arguments(
@@ -191,7 +194,7 @@ def decode(
         (rows, hk, width), hv = q.shape, v.shape[1]
         bias = dt_bias.view(-1) if kda and dt_bias.dim() == 2 else dt_bias
         function = decode_function(
-            backend, q.get_device(), kda, lower_bound, scale, state.dtype, rows, hk, hv, bias.numel() if kda else hv
+            backend, q.get_device(), kda, lower_bound, scale, state.dtype, rows, hk, hv, bias.numel()
         )
         if out is None:
             out = torch.empty_like(v)

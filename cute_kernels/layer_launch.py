@@ -100,7 +100,7 @@ def check_arguments(
     check_tensor("b", b, (rows, hv), FLOAT_DTYPES, device)
     check_tensor("z", z, (rows, hv * value_size), FLOAT_DTYPES, device)
     check_tensor("conv_weight", conv_weight, (channels, width), FLOAT_DTYPES, device)
-    check_parameters(A_log, dt_bias, hv, (hv, key_size) if kda else (hv,), device, kernels=kernels)
+    check_parameters(A_log, dt_bias, hv, (hv, key_size) if kda else (hv,), device, kernels=kernels, aligned=kda)
     check_tensor("norm_weight", norm_weight, (value_size,), FLOAT_DTYPES, device)
     check_pool("state", state, (hv, value_size, key_size), STATE_DTYPES if kernels else FLOAT_DTYPES, device)
     check_pool("conv_state", conv_state, (width, channels), (x.dtype,), device)
@@ -178,13 +178,13 @@ def launch_decode(
     try:
         rows, channels = x.shape
         _, hv, _, width = state.shape
-        bias = dt_bias if dt_bias.dim() == 1 else dt_bias.view(-1)
+        bias = dt_bias.view(-1) if kda and dt_bias.dim() == 2 else dt_bias
         sizes = (rows, channels, z.shape[1], hv, bias.numel(), norm_weight.numel())
         dtypes = (state.dtype, conv_weight.dtype, norm_weight.dtype)
         function, flags = decode_function(kda, lower_bound, scale, eps, gate_activation, dtypes, sizes)
         rest = conv_weight
         if conv_bias is not None:
-            if conv_bias.numel() != channels:
+            if conv_bias.numel() != channels or not conv_bias.is_contiguous():
                 raise ValueError
             flags, rest = flags | configs.CONV_BIAS, conv_bias.unsqueeze(1)
         if flags & configs.NORM_BF16:
@@ -287,7 +287,7 @@ def launch_verify(
             conv_state.stride(),
             norm_weight.shape,
             dt_bias.shape,
-            None if conv_bias is None else conv_bias.shape,
+            None if conv_bias is None else (conv_bias.shape, conv_bias.stride()),
             gate_activation,
             lower_bound,
             scale,

@@ -93,6 +93,8 @@ def _launch(
         raise ValueError
     flags = 0
     counts, half, next_ids = read_ids, read_ids, read_ids
+    if num_accepted is not None and num_tokens is not None:
+        check_ids("num_tokens", num_tokens, read_ids.shape[0], read_ids.device)
     if num_accepted is not None or num_tokens is not None:
         counts, flags = num_tokens if num_accepted is None else num_accepted, flags | COUNTS
     if log_half is not None:

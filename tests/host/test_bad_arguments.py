@@ -41,6 +41,15 @@ VECTORS = ("A_log", "dt_bias", "bias", "conv_bias", "norm_weight")
 ALIGNED = ("q", "k", "v", "g", "x", "z", "out", "dt_bias", "weight", "bias", "conv_weight", "conv_bias", "norm_weight")
 
 
+#: Of those, what some kernels take element by element.
+UNALIGNED = (
+    ("gdn_decode", "out"),
+    ("kda_decode", "out"),
+    ("gdn_layer_decode", "dt_bias"),
+    ("gdn_layer_decode, drafts", "dt_bias"),
+)
+
+
 class Launched(ValueError):
     """A launch was reached. (A ValueError, as the loaded functions raise: decode has its arguments checked after one.)"""
 
@@ -155,16 +164,12 @@ def wrong_tensors(call, mode, name, value):
             yield f"dimension {dim} long", torch.cat([value, value.narrow(dim, 0, 1)], dim)
     if name not in VECTORS or mode != "reference":
         yield "every other element", torch.stack([value, value], -1)[..., 0]
-    if name in POOLS or (name in ALIGNED and mode != "reference" and not (name == "out" and call in DECODES)):
+    if name in POOLS or (name in ALIGNED and mode != "reference" and (call, name) not in UNALIGNED):
         yield "off 16 bytes", value.new_zeros(value.numel() + 1)[1:].view(value.shape)
         if value.dim() > 1 and name not in ("dt_bias", "weight", "conv_weight"):
             row = value[0].numel()
             memory = value.new_zeros(value.shape[0], row + 1)
             yield "rows off 16 bytes", memory[:, :row].view(value.shape)
-
-
-#: The single tokens' own kernels store their outputs element by element.
-DECODES = ("gdn_decode", "kda_decode")
 
 
 def wrong_plans(value):
