@@ -219,7 +219,7 @@ def decode(
         operator, kernels = "kda_decode" if kda else "gdn_decode", runs_kernels(backend, "q", q)
         arguments = (q, k, v, gate, b, A_log, dt_bias, state, read_ids, write_ids)
         check_arguments(operator, *arguments, out, kda=kda, lower_bound=lower_bound, scale=scale, kernels=kernels)
-        options = {"scale": scale, "qk_l2norm": qk_l2norm, "out": out}
+        options: dict[str, Any] = {"scale": scale, "qk_l2norm": qk_l2norm, "out": out}
         if not kernels:
             if kda:
                 return reference.kda_decode(*arguments, lower_bound=lower_bound, **options)
@@ -239,19 +239,19 @@ def prefill(
     out: torch.Tensor | None,
     cu_seqlens: torch.Tensor,
     checkpoints: Checkpoints | None,
-    *arguments: torch.Tensor,
+    *arguments: Any,
 ) -> torch.Tensor:
     """Check and run packed sequences; `arguments` are q, k, v, gate, b, A_log, dt_bias, state, read_ids and write_ids."""
     q, v, read_ids = arguments[0], arguments[2], arguments[8]
     operator, kernels = "kda_prefill" if kda else "gdn_prefill", runs_kernels(backend, "q", q)
     facts = signature(operator, kernels, lower_bound, scale, *arguments, out, cu_seqlens, *parts_of(checkpoints))
     if not is_sound(facts):
-        gate = {"kda": kda, "lower_bound": lower_bound, "scale": scale}
+        gate: dict[str, Any] = {"kda": kda, "lower_bound": lower_bound, "scale": scale}
         check_arguments(operator, *arguments, out, **gate, packed=True, cu_seqlens=cu_seqlens, kernels=kernels)
         if checkpoints is not None:
             check_checkpoints(checkpoints, read_ids.shape[0], q.device)
         remember(facts)
-    options = {"checkpoints": checkpoints, "scale": scale, "qk_l2norm": qk_l2norm}
+    options: dict[str, Any] = {"checkpoints": checkpoints, "scale": scale, "qk_l2norm": qk_l2norm}
     if not kernels:
         if kda:
             return reference.kda_prefill(*arguments, cu_seqlens, lower_bound=lower_bound, **options, out=out)
@@ -275,7 +275,7 @@ def verify(
     cu_seqlens: torch.Tensor,
     draft_log: DraftLog,
     num_accepted: torch.Tensor,
-    *arguments: torch.Tensor,
+    *arguments: Any,
 ) -> torch.Tensor:
     """Check and run a verify step; `arguments` as in `prefill`."""
     q, v, read_ids = arguments[0], arguments[2], arguments[8]
@@ -283,13 +283,13 @@ def verify(
     log = parts_of(draft_log)
     facts = signature(operator, kernels, lower_bound, scale, *arguments, out, cu_seqlens, num_accepted, *log)
     if not is_sound(facts):
-        gate = {"kda": kda, "lower_bound": lower_bound, "scale": scale}
+        gate: dict[str, Any] = {"kda": kda, "lower_bound": lower_bound, "scale": scale}
         check_arguments(operator, *arguments, out, **gate, packed=True, cu_seqlens=cu_seqlens, kernels=kernels)
         heads = (q.shape[1], v.shape[1], q.shape[2], v.shape[2])
         check_log(draft_log, num_accepted, read_ids.shape[0], q.device, heads=heads, kda=kda, kernels=kernels)
         remember(facts)
-    step = (cu_seqlens, draft_log, num_accepted)
-    options = {"round_every_token": round_every_token, "scale": scale, "qk_l2norm": qk_l2norm}
+    step: tuple[Any, ...] = (cu_seqlens, draft_log, num_accepted)
+    options: dict[str, Any] = {"round_every_token": round_every_token, "scale": scale, "qk_l2norm": qk_l2norm}
     if not kernels:
         if kda:
             return reference.kda_verify(*arguments, *step, lower_bound=lower_bound, **options, out=out)
@@ -312,16 +312,14 @@ def commit(
     """Check and run a commit. `parameters`: A_log and dt_bias of KDA; `rest`: read_ids, write_ids, draft_log, num_accepted."""
     operator, kernels = "kda_commit" if parameters else "gdn_commit", runs_kernels(backend, "state", state)
     check_commit_arguments(operator, parameters, state, *rest, lower_bound=lower_bound, kernels=kernels)
+    options: dict[str, Any] = {"round_every_token": round_every_token}
     if kernels:
-        kind, options = kind_of(parameters is not None, lower_bound), {"round_every_token": round_every_token}
-        verify_launch.launch_commit(
-            kind, *(parameters or (None, None)), state, *rest, **options, lower_bound=lower_bound
-        )
+        kind, A_log_dt_bias = kind_of(parameters is not None, lower_bound), parameters or (None, None)
+        verify_launch.launch_commit(kind, *A_log_dt_bias, state, *rest, **options, lower_bound=lower_bound)
     elif parameters:
-        options = {"lower_bound": lower_bound, "round_every_token": round_every_token}
-        reference.kda_commit(*parameters, state, *rest, **options)
+        reference.kda_commit(*parameters, state, *rest, lower_bound=lower_bound, **options)
     else:
-        reference.gdn_commit(state, *rest, round_every_token=round_every_token)
+        reference.gdn_commit(state, *rest, **options)
 
 
 @tables.memoised

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .compile.cache import CompiledKernel, jit_cache
@@ -115,8 +117,8 @@ def check_arguments(
     if verify is not None:
         cu_seqlens, log, num_accepted = verify
         check_ids("cu_seqlens", cu_seqlens, sequences + 1, device)
-        heads, inputs = (hk, hv, key_size, value_size), (channels, x.dtype)
-        check_log(log, num_accepted, sequences, device, heads=heads, inputs=inputs, kda=kda, kernels=kernels)
+        sizes: dict[str, Any] = {"heads": (hk, hv, key_size, value_size), "inputs": (channels, x.dtype)}
+        check_log(log, num_accepted, sequences, device, **sizes, kda=kda, kernels=kernels)
     check_gate(lower_bound, scale)
     if not is_finite(eps) or eps < 0.0:
         raise InvalidArgumentError("eps", repr(eps), "a finite number, not negative")

@@ -35,7 +35,7 @@ def _describe(tensor: object) -> str:
 
 def check_tensor(
     name: str,
-    tensor: torch.Tensor,
+    tensor: torch.Tensor | None,
     shape: Sequence[int | None],
     dtypes: Sequence[torch.dtype],
     device: torch.device,
@@ -53,10 +53,10 @@ def check_tensor(
         raise InvalidArgumentError(name, _describe(tensor), f"{kinds} [{sizes}] on {device}")
 
 
-def check_ids(name: str, ids: torch.Tensor, n: int | None, device: torch.device) -> None:
+def check_ids(name: str, ids: torch.Tensor | None, n: int | None, device: torch.device) -> None:
     """Raise unless `ids` is a contiguous int32 [n] tensor (None: any length) on `device`; values outside the pool mean none."""
     check_tensor(name, ids, (n,), (torch.int32,), device)
-    if not ids.is_contiguous():
+    if ids is not None and not ids.is_contiguous():
         raise InvalidArgumentError(name, _describe(ids), f"contiguous int32 {list(ids.shape)}")
 
 
