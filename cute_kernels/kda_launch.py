@@ -14,6 +14,7 @@ from .configs.kda_prefill import (
     heads_per_launch,
     parts_of_long_rows,
     slabs_per_block,
+    slots_per_launch,
 )
 from .configs.prefill import SegmentStatesKey
 
@@ -50,7 +51,8 @@ def launch_chunked(
 
     Rows of fewer than `min_tokens` tokens are left alone: nothing of theirs is written. Rows of `long_length` tokens or more run
     in parts; how many there may be follows from shapes alone. A workspace of 65 KiB a chunk and head is taken from the caching
-    allocator, heads go in groups that keep it bounded; rows in parts take 128 KiB more a head and inner segment.
+    allocator and kept bounded: chunks go in several launches, between which a row's state is carried in fp32, or, where rows may
+    run in parts, heads do. Rows in parts take 128 KiB more a head and inner segment.
     """
     tokens, hk, width = q.shape
     hv = v.shape[1]
@@ -58,16 +60,17 @@ def launch_chunked(
     entries = 0 if checkpoints is None else checkpoints.ends.shape[0]
     plan = (checkpoints.cu, checkpoints.ends, checkpoints.slots) if entries else (cu_seqlens,) * 3
     slots = tokens // 64 + rows + entries
-    group = heads_per_launch(slots, hv)
-    table = torch.empty(slots, 4, dtype=torch.int32, device=q.device)
-    records = torch.empty(slots * group, RECORD_BYTES // 4, dtype=torch.int32, device=q.device)
-    gate = "softplus" if lower_bound is None else "bounded"
-    make_records = kda_records(KdaRecordsKey(gate))
     parts = parts_of_long_rows(hv)
     long_rows = min(tokens // long_length, rows) if parts > 1 else 0
+    window = slots if long_rows else slots_per_launch(slots, hv)
+    group = heads_per_launch(window, hv)
+    table = torch.empty(slots, 4, dtype=torch.int32, device=q.device)
+    records = torch.empty(window * group, RECORD_BYTES // 4, dtype=torch.int32, device=q.device)
+    gate = "softplus" if lower_bound is None else "bounded"
+    make_records = kda_records(KdaRecordsKey(gate))
     name = STATE_NAMES[state.dtype]
     run_chunks = kda_prefill(KdaPrefillKey(name, slabs_per_block(max(rows, long_rows * parts), hv)))
-    inner = 2 * long_rows * (parts - 1)
+    inner = 2 * long_rows * (parts - 1) if long_rows else 2 * (window < slots)
     work = torch.empty(max(inner, 1), state[0].numel() if inner else 4, dtype=torch.float32, device=q.device)
     if tokens == 0:  # states still move between slots; a tensor map needs an address
         q, k, v, g, out = (x.new_zeros(1, *x.shape[1:]) for x in (q, k, v, g, out))
@@ -76,34 +79,33 @@ def launch_chunked(
     pool = state.flatten(1)
     scale = width**-0.5 if scale is None else scale
     bound = -1.0 if lower_bound is None else lower_bound
-    for first in range(0, hv, group):
-        heads = min(group, hv - first)
-        make_records(
-            q, k, g, b, A_log, dt_bias.flatten(), cu_seqlens, plan[0], plan[1], table, records, scale, bound, int(qk_l2norm),
-            int(entries > 0), min_tokens, first, heads, hv // hk,
-        )  # fmt: skip
-        sizes = (min_tokens, first, heads, long_rows, long_length, parts)
-        tensors = (
-            v,
-            records,
-            table,
-            pool,
-            read_ids,
-            write_ids,
-            cu_seqlens,
-            *plan,
-            result,
-            work,
-            int(entries > 0),
-            *sizes,
-        )
-        if long_rows:
-            states = long_rows * (2 * parts - 3)
-            kda_prefill(KdaPrefillKey(name, slabs_per_block(states, hv), transition=True))(*tensors)
-            if parts > 2:
-                part = work[:, first * STATE_ELEMENTS : (first + heads) * STATE_ELEMENTS]
-                segment_states(SegmentStatesKey())(part, cu_seqlens, heads, parts, long_rows, long_length)
-        run_chunks(*tensors)
+    for chunk in range(0, slots, window):
+        lines = table[chunk : chunk + window]
+        for first in range(0, hv, group):
+            heads = min(group, hv - first)
+            make_records(
+                q, k, g, b, A_log, dt_bias.flatten(), cu_seqlens, plan[0], plan[1], lines, records, scale, bound, int(qk_l2norm),
+                int(entries > 0), min_tokens, chunk, first, heads, hv // hk,
+            )  # fmt: skip
+            tensors = (v, records, lines, pool, read_ids, write_ids, cu_seqlens, *plan, result, work)
+            sizes = (
+                int(entries > 0),
+                min_tokens,
+                chunk,
+                chunk // window & 1,
+                first,
+                heads,
+                long_rows,
+                long_length,
+                parts,
+            )
+            if long_rows:
+                states = long_rows * (2 * parts - 3)
+                kda_prefill(KdaPrefillKey(name, slabs_per_block(states, hv), transition=True))(*tensors, *sizes)
+                if parts > 2:
+                    part = work[:, first * STATE_ELEMENTS : (first + heads) * STATE_ELEMENTS]
+                    segment_states(SegmentStatesKey())(part, cu_seqlens, heads, parts, long_rows, long_length)
+            run_chunks(*tensors, *sizes)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

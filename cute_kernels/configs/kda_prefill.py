@@ -26,6 +26,13 @@ def heads_per_launch(slots: int, heads: int) -> int:
     return -(-heads // launches)
 
 
+def slots_per_launch(slots: int, heads: int) -> int:
+    """Chunk slots whose records of all heads fit the workspace: all of them, or an equal share, at least one."""
+    limit = max(1, WORKSPACE_BYTES // (heads * RECORD_BYTES))
+    launches = -(-slots // limit)
+    return -(-slots // launches)
+
+
 def slabs_per_block(chains: int, heads: int) -> Literal[1, 2]:
     """Half a head a block where the chip has a multiprocessor for each half; a function of shapes alone, the bits are equal.
 

@@ -6,7 +6,7 @@ warp's access of one token row is one 128-byte line, in global memory and in a s
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Int32, Int64, Uint32
 
 from .prefill_layout import tile_address
 from .warp_ops import ldmatrix4, load_shared, mma_16816, store_shared
@@ -75,6 +75,19 @@ def tree_product(values):
 def store_global_word(address, word):
     """One word to a global byte address (Int64)."""
     cute.make_ptr(Uint32, address, cute.AddressSpace.gmem, assumed_align=4).store(word)
+
+
+@cute.jit
+def copy_tile(tile: Int32, target: Int64, thread: Int32):
+    """8 KiB from shared to global memory by 128 threads, 16 bytes at a time."""
+    for i in cutlass.range_constexpr(4):
+        offset = (i * 128 + thread) * 16
+        words = load_shared(tile + offset, 4, Uint32)
+        rX = cute.make_rmem_tensor(cute.make_layout(4), Uint32)
+        for e in cutlass.range_constexpr(4):
+            rX[e] = words[e]
+        pointer = cute.make_ptr(Uint32, target + Int64(offset), cute.AddressSpace.gmem, assumed_align=16)
+        cute.autovec_copy(rX, cute.make_tensor(pointer, cute.make_layout(4)))
 
 
 class LevelTiles:

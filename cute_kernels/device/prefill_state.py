@@ -14,11 +14,11 @@ v = 16 warp + lane // 4 (+ 8) of its slab and columns 8 n + 2 (lane % 4), + 1.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Uint32
+from cutlass import BFloat16, Boolean, Float32, Int32, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from .memory import narrow
-from .prefill_layout import CHUNK, HEAD, OUT_PITCH, STATE_ELEMENTS, tile_address
+from .prefill_layout import CHUNK, HEAD, STATE_ELEMENTS, tile_address
 from .state_io import slot_is_valid, slot_ptr
 from .warp_ops import (
     fragment_words,
@@ -164,6 +164,27 @@ def residual(Y, value: Int32, vector: Int32, count: Int32, warp: Int32, lane: In
                 Y[4 * n + e] = Y[4 * n + e] if inside else Float32(0.0)
 
 
+@cute.jit
+def values_tile(V, tile: Int32, nothing: Boolean, warp: Int32, lane: Int32):
+    """V^T of a slab from its tile (64 tokens x 64 columns) as fp32 in accumulator order, or zeros; `warp` of the warpgroup."""
+    row = (lane & 7) + ((lane >> 4) << 3)
+    start = tile_address(tile, row, 2 * warp + ((lane >> 3) & 1))
+    for block in cutlass.range_constexpr(4):
+        words = ldmatrix4(start + block * 2048, transpose=True)
+        for i in cutlass.range_constexpr(4):
+            low, high = unpack_bf16(Uint32(0) if nothing else words[i])
+            V[8 * block + 2 * i], V[8 * block + 2 * i + 1] = low, high
+
+
+@cute.jit
+def clear_tokens(Y, count: Int32, lane: Int32):
+    """Zero for tokens from `count` on, whatever they hold."""
+    for n in cutlass.range_constexpr(8):
+        for e in cutlass.range_constexpr(4):
+            inside = 8 * n + 2 * (lane & 3) + e % 2 < count
+            Y[4 * n + e] = Y[4 * n + e] if inside else Float32(0.0)
+
+
 def load_values(value, vector, warp, lane):
     """What `subtract_from_values` needs of the slab's V tile and of the factors of a chunk, in registers."""
     row = (lane & 7) + ((lane >> 4) << 3)
@@ -191,13 +212,13 @@ def subtract_from_values(Y, values, count: Int32, lane: Int32):
 
 
 @cute.jit
-def store_output(O, address: Int32, slab: Int32, warp: Int32, lane: Int32):
-    """O^T of a slab, rounded to bf16, as token rows of an output stage (pitch OUT_PITCH)."""
+def store_output(O, address: Int32, slab: Int32, warp: Int32, lane: Int32, pitch: cutlass.Constexpr):
+    """O^T of a slab, rounded to bf16, as token rows of an output stage, `pitch` bytes apart."""
     row = (lane & 7) + ((lane >> 4) << 3)
-    start = address + row * OUT_PITCH + slab * 128 + warp * 32 + ((lane >> 3) & 1) * 16
+    start = address + row * pitch + slab * 128 + warp * 32 + ((lane >> 3) & 1) * 16
     for block in cutlass.range_constexpr(4):
         words = [pack_bf16(O[8 * block + 2 * p], O[8 * block + 2 * p + 1]) for p in range(4)]
-        stmatrix4(start + block * 16 * OUT_PITCH, *words, transpose=True)
+        stmatrix4(start + block * 16 * pitch, *words, transpose=True)
 
 
 def output_words(O):

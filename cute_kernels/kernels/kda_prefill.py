@@ -18,7 +18,7 @@ are made once and serve both launches. What decides how a row is cut is its own 
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32, const_expr
+from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from ..compile.cache import cute_compile
@@ -37,29 +37,30 @@ from ..device.kda_layout import (
     segment_of_block,
     slot_of_token,
 )
+from ..device.kda_stage import bulk_load, staged_operand
 from ..device.memory import store_vector
 from ..device.prefill_layout import CHUNK, HEAD, OPERAND_BYTES, OUT_PITCH, TILE_BYTES
 from ..device.prefill_schedule import segment_bounds
 from ..device.prefill_state import (
     as_left_operand,
+    clear_tokens,
     contract,
     decay_state,
     identity_state,
     load_state,
-    residual,
     state_mma,
     store_output,
     store_state,
+    values_tile,
 )
 from ..device.prefill_sync import Ring, advance
 from ..device.state_io import row_ptr
-from ..device.warp_ops import fragment_words, load_shared, pack_f16
+from ..device.warp_ops import fragment_words, load_shared, pack_f16, store_shared
 
-EARLY_STAGES = 3
-LATE_STAGES = 2
-LATE_BYTES = RECORD_BYTES - QG_OFFSET
-LATE_COPY_BYTES = RECORD_COPY_BYTES - QG_OFFSET
-UPDATE_BYTES = P_OFFSET - KU_OFFSET  # KU and T'
+EARLY_STAGES = {1: 3, 2: 2}  # what fits with three late ones
+LATE_STAGES = 3
+TRANSITION_STAGES = 3
+HALF_OUT_PITCH = 144  # of an output row of 64 values
 TAIL_BYTES = RECORD_COPY_BYTES - TAIL_OFFSET
 WORK_LIMIT = 1 << 30  # every slot of the workspace is a slot
 STATE_REGISTERS = {1: 248, 2: 224}
@@ -71,13 +72,20 @@ class KdaPrefill:
         self.key = key
         self.threads = 128 * (key.slabs + 1)
         self.early_bytes = OPERAND_BYTES + key.slabs * TILE_BYTES
+        # A transition has no queries and no outputs: of a record's late part it needs KU and T' alone.
+        self.late_first, late_end = (KU_OFFSET, P_OFFSET) if key.transition else (QG_OFFSET, TAIL_OFFSET)
+        self.late_bytes = late_end - self.late_first
+        self.early_stages = TRANSITION_STAGES if key.transition else EARLY_STAGES[key.slabs]
+        self.late_stages = TRANSITION_STAGES if key.transition else LATE_STAGES
+        self.out_pitch = OUT_PITCH if key.slabs == 2 else HALF_OUT_PITCH
+        self.out_words, self.ones = (4, HEAD) if key.transition else (CHUNK * self.out_pitch // 4, 4)
 
     @cute.jit
     def __call__(
         self,
         mV: cute.Tensor,  # (T, HV * V) bf16
         mRecords: cute.Tensor,  # (slots * heads, RECORD_BYTES / 4) int32
-        mTable: cute.Tensor,  # (slots, 4) int32: first token, count, start in the row, first entry
+        mTable: cute.Tensor,  # (slots of this launch, 4) int32: first token, count, start in the row, first entry
         mState: cute.Tensor,  # (S, HV * V * K)
         mReadIds: cute.Tensor,  # (N,) int32
         mWriteIds: cute.Tensor,  # (N,) int32
@@ -86,9 +94,11 @@ class KdaPrefill:
         mEnds: cute.Tensor,  # (M,) int32
         mSlots: cute.Tensor,  # (M,) int32
         mOut: cute.Tensor,  # (T, HV * V) bf16
-        mWork: cute.Tensor,  # (slots, HV * V * K) fp32, states of segments
+        mWork: cute.Tensor,  # (slots, HV * V * K) fp32, states of segments or, two, of rows between launches
         has_entries: Int32,  # whether mEntryCu, mEnds and mSlots hold checkpoints
         min_tokens: Int32,  # rows of fewer tokens are left alone
+        first_chunk: Int32,  # slot of the table's first line
+        carried: Int32,  # workspace slot of the state that enters this launch; one that leaves it goes to the other
         first_head: Int32,
         heads: Int32,
         long_rows: Int32,  # at most so many rows have `long_length` tokens or more and are cut into `parts` segments
@@ -105,10 +115,12 @@ class KdaPrefill:
 
         @cute.struct
         class Storage:
-            early: cute.struct.Align[cute.struct.MemRange[Int32, EARLY_STAGES * self.early_bytes // 4], 1024]
-            late: cute.struct.Align[cute.struct.MemRange[Int32, LATE_STAGES * LATE_BYTES // 4], 1024]
-            output: cute.struct.Align[cute.struct.MemRange[Int32, CHUNK * OUT_PITCH // 4], 128]
-            barriers: cute.struct.MemRange[cutlass.Int64, 2 * (EARLY_STAGES + LATE_STAGES + 1)]
+            early: cute.struct.Align[cute.struct.MemRange[Int32, self.early_stages * self.early_bytes // 4], 1024]
+            late: cute.struct.Align[cute.struct.MemRange[Int32, self.late_stages * self.late_bytes // 4], 1024]
+            tails: cute.struct.Align[cute.struct.MemRange[Int32, self.late_stages * TAIL_BYTES // 4], 16]
+            output: cute.struct.Align[cute.struct.MemRange[Int32, self.out_words], 16]
+            ones: cute.struct.Align[cute.struct.MemRange[Float32, self.ones], 16]
+            barriers: cute.struct.MemRange[cutlass.Int64, 2 * (self.early_stages + self.late_stages + 1)]
 
         self.storage = Storage
         state = [
@@ -118,7 +130,7 @@ class KdaPrefill:
         self.kernel.set_name_prefix(self.key.symbol(), remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(
             tma_v, gV, mRecords, mTable, mState, mReadIds, mWriteIds, mCu, mEntryCu, mEnds, mSlots, mOut, mWork, has_entries,
-            min_tokens, first_head, heads, long_rows, long_length, parts, state[0], state[1], value_layout,
+            min_tokens, first_chunk, carried, first_head, heads, long_rows, long_length, parts, state[0], state[1], value_layout,
         ).launch(
             grid=[heads * (2 // slabs), self.items(cute.size(mReadIds, mode=[0]), long_rows, parts), 1],
             block=[self.threads, 1, 1],
@@ -151,6 +163,8 @@ class KdaPrefill:
         mWork: cute.Tensor,
         has_entries: Int32,
         min_tokens: Int32,
+        first_chunk: Int32,
+        carried: Int32,
         first_head: Int32,
         heads: Int32,
         long_rows: Int32,
@@ -166,14 +180,16 @@ class KdaPrefill:
         local_head, first_slab = (part, Int32(0)) if const_expr(slabs == 2) else (part >> 1, part & 1)
         storage = cutlass.utils.SmemAllocator().allocate(self.storage)
         barriers = storage.barriers.data_ptr()
-        early = Ring(barriers, EARLY_STAGES, 1, 4 * slabs)
-        late = Ring(barriers + 2 * EARLY_STAGES, LATE_STAGES, 1, 4 * slabs)
-        outputs = Ring(barriers + 2 * (EARLY_STAGES + LATE_STAGES), 1, 4 * slabs, 2)
+        early = Ring(barriers, self.early_stages, 1, 4 * slabs)
+        late = Ring(barriers + 2 * self.early_stages, self.late_stages, 1, 4 * slabs)
+        outputs = Ring(barriers + 2 * (self.early_stages + self.late_stages), 1, 4 * slabs, 2)
         if tidx == 0:
             early.initialise()
             late.initialise()
             outputs.initialise()
             cute.arch.mbarrier_init_fence()
+        if tidx < self.ones:
+            store_shared(storage.ones.data_ptr().toint() + tidx * 4, Float32(1.0))
         cute.arch.sync_threads()
         warp = cute.arch.make_warp_uniform(tidx // 32)
         lane = tidx % 32
@@ -183,9 +199,10 @@ class KdaPrefill:
         )
         token = Int32(mCu[row])
         length = Int32(mCu[row + 1]) - token
-        read, write, work = Int32(-1), Int32(-1), Int32(-1)
-        begin = first_slot(mCu, mEntryCu, row, has_entries)
-        end = first_slot(mCu, mEntryCu, row + 1, has_entries)
+        read, write, work, leaving = Int32(-1), Int32(-1), Int32(-1), Int32(-1)
+        chunks = cute.size(mTable, mode=[0])
+        begin = first_slot(mCu, mEntryCu, row, has_entries) - first_chunk
+        end = first_slot(mCu, mEntryCu, row + 1, has_entries) - first_chunk
         if segment >= 0:
             position, stop = segment_bounds(length, segment, parts)
             begin = slot_of_token(mCu, mEntryCu, mEnds, row, position, has_entries, lane)
@@ -199,17 +216,30 @@ class KdaPrefill:
             else:
                 work = place
                 write = Int32(mWriteIds[row]) if (position < stop) & (stop == length) else Int32(-1)
-        elif (place >= 0) & (length >= min_tokens) & ((long_rows == 0) | (length < long_length)):
-            read = Int32(mReadIds[row])
-            write = Int32(mWriteIds[row])
+        elif (
+            (place >= 0)
+            & (length >= min_tokens)
+            & ((long_rows == 0) | (length < long_length))
+            & (begin < chunks)
+            & (end > 0)
+        ):
+            # A row that began in an earlier launch has its state in the workspace, one that goes on in a later leaves it there.
+            if begin >= 0:
+                read = Int32(mReadIds[row])
+            else:
+                work, begin = carried, Int32(0)
+            if end <= chunks:
+                write = Int32(mWriteIds[row])
+            else:
+                leaving, end = carried ^ 1, chunks
         else:
             end = begin
         if place >= 0:  # else nothing is to be done: there are fewer long rows than there may be
             if warp < 4 * slabs:
                 cute.arch.setmaxregister_increase(STATE_REGISTERS[slabs])
                 self.state_role(
-                    storage, early, late, outputs, mTable, mState, mWork, read, write, work, segment, mEntryCu, mEnds, mSlots,
-                    mma, mma_update, begin, end, row, head, first_slab, tidx,
+                    storage, early, late, outputs, mTable, mState, mWork, read, write, work, leaving, segment, mEntryCu, mEnds,
+                    mSlots, mma, mma_update, begin, end, row, head, first_slab, tidx,
                 )  # fmt: skip
             else:
                 cute.arch.setmaxregister_decrease(SERVICE_REGISTERS[slabs])
@@ -255,10 +285,10 @@ class KdaPrefill:
                 ring.wait_empty(stage, parity)
                 ring.expect(stage, size)
                 target = base + stage * (self.early_bytes // 4)
-                self.bulk_load(target, records + Int64(slot) * pitch + KG_OFFSET, OPERAND_BYTES, ring.full + stage)
+                bulk_load(target, records + Int64(slot) * pitch + KG_OFFSET, OPERAND_BYTES, ring.full + stage)
                 if values:
                     self.load_values(ring, tma_v, gV, value_layout, target + OPERAND_BYTES // 4, token, column, stage)
-                stage, parity = advance(stage, parity, EARLY_STAGES)
+                stage, parity = advance(stage, parity, self.early_stages)
 
     @cute.jit
     def load_values(
@@ -284,31 +314,18 @@ class KdaPrefill:
     @cute.jit
     def load_late(self, storage, ring, records: Int64, pitch: Int64, mTable: cute.Tensor, begin: Int32, end: Int32):
         """One warp: everything else of every record."""
-        base = storage.late.data_ptr()
+        base, tails = storage.late.data_ptr(), storage.tails.data_ptr()
         stage, parity = Int32(0), Int32(0)
         for slot in cutlass.range(begin, end, unroll=1):
             count = Int32(mTable[slot, 1])
             if count > 0:
                 ring.wait_empty(stage, parity)
-                source = records + Int64(slot) * pitch + QG_OFFSET
-                target = base + stage * (LATE_BYTES // 4)
-                if const_expr(self.key.transition):
-                    ring.expect(stage, UPDATE_BYTES + TAIL_BYTES)
-                    for offset, size in ((KU_OFFSET, UPDATE_BYTES), (TAIL_OFFSET, TAIL_BYTES)):
-                        at = offset - QG_OFFSET
-                        self.bulk_load(target + at // 4, source + at, size, ring.full + stage)
-                else:
-                    ring.expect(stage, LATE_COPY_BYTES)
-                    self.bulk_load(target, source, LATE_COPY_BYTES, ring.full + stage)
-                stage, parity = advance(stage, parity, LATE_STAGES)
-
-    def bulk_load(self, target, source, size, barrier):
-        """Start a bulk copy of `size` bytes from a global address to shared memory; one lane."""
-        with cute.arch.elect_one():
-            cute.arch.inline_ptx(
-                "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
-                read_only_args=[target.toint(), source, Int32(size), barrier.toint()],
-            )
+                source = records + Int64(slot) * pitch
+                ring.expect(stage, self.late_bytes + TAIL_BYTES)
+                target, tail = base + stage * (self.late_bytes // 4), tails + stage * (TAIL_BYTES // 4)
+                bulk_load(target, source + self.late_first, self.late_bytes, ring.full + stage)
+                bulk_load(tail, source + TAIL_OFFSET, TAIL_BYTES, ring.full + stage)
+                stage, parity = advance(stage, parity, self.late_stages)
 
     @cute.jit
     def output_role(
@@ -329,7 +346,7 @@ class KdaPrefill:
         """
         pieces = const_expr(8 * self.key.slabs)
         first = half * 32 + lane // pieces
-        address = storage.output.data_ptr().toint() + first * OUT_PITCH + lane % pieces * 16
+        address = storage.output.data_ptr().toint() + first * self.out_pitch + lane % pieces * 16
         parity = Int32(0)
         for slot in cutlass.range(begin, end, unroll=1):
             token, count = Int32(mTable[slot, 0]), Int32(mTable[slot, 1])
@@ -337,7 +354,7 @@ class KdaPrefill:
                 outputs.wait_full(0, parity)
                 for group in cutlass.range_constexpr(pieces // 4):
                     at = [(4 * group + i) * (32 // pieces) for i in range(4)]
-                    words = [load_shared(address + i * OUT_PITCH, 4, Uint32) for i in at]
+                    words = [load_shared(address + i * self.out_pitch, 4, Uint32) for i in at]
                     if const_expr(group == pieces // 4 - 1):
                         outputs.release(0)
                     for i in cutlass.range_constexpr(4):
@@ -363,6 +380,7 @@ class KdaPrefill:
         read: Int32,
         write: Int32,
         work: Int32,
+        leaving: Int32,
         segment: Int32,
         mEntryCu: cute.Tensor,
         mEnds: cute.Tensor,
@@ -378,7 +396,9 @@ class KdaPrefill:
     ):
         """One warpgroup: its slab of the state through all chunks of the row.
 
-        At the top of the loop S is decayed for the chunk, A holds S before that decay, Y is S KG^T and the late stage has come.
+        At the top of the loop S is decayed for the chunk, A holds S before that decay, Y is S KG^T, V the values and the late
+        stage has come.
+        The output's products run where the chain has nothing for the tensor cores: behind X T'^T and behind the update.
         """
         slabs = self.key.slabs
         lane = tidx % 32
@@ -387,23 +407,24 @@ class KdaPrefill:
         v_row = (first_slab + slab) * 64 + warp * 16 + lane // 4
         column = (lane & 3) * 2
         num_slots = cute.size(mState, mode=[0])
-        output = storage.output.data_ptr().toint()
-        early_base, late_base = storage.early.data_ptr(), storage.late.data_ptr()
-        early_address, late_address = early_base.toint() + OPERAND_BYTES + slab * TILE_BYTES, late_base.toint()
+        output, early_base, late_base = (
+            storage.output.data_ptr().toint(),
+            storage.early.data_ptr(),
+            storage.late.data_ptr(),
+        )
+        early_address, tails = early_base.toint() + OPERAND_BYTES + slab * TILE_BYTES, storage.tails.data_ptr().toint()
 
         tf, tu = mma.get_slice(tidx), mma_update.get_slice(tidx)
-        kg = self.operand(early_base, (CHUNK, HEAD), EARLY_STAGES, self.early_bytes)
-        qg, ku, t, p = (
-            self.operand(late_base + (offset - QG_OFFSET) // 4, shape, LATE_STAGES, LATE_BYTES)
-            for offset, shape in (
-                (QG_OFFSET, (CHUNK, HEAD)),
-                (KU_OFFSET, (CHUNK, HEAD)),
-                (T_OFFSET, (CHUNK, CHUNK)),
-                (P_OFFSET, (CHUNK, CHUNK)),
-            )
+        kg = staged_operand(early_base, (CHUNK, HEAD), self.early_stages, self.early_bytes)
+        late_part = [(KU_OFFSET, (CHUNK, HEAD)), (T_OFFSET, (CHUNK, CHUNK))]
+        if const_expr(not self.key.transition):
+            late_part += [(QG_OFFSET, (CHUNK, HEAD)), (P_OFFSET, (CHUNK, CHUNK))]
+        ku, t, *queries = (
+            staged_operand(late_base + (offset - self.late_first) // 4, shape, self.late_stages, self.late_bytes)
+            for offset, shape in late_part
         )
         ku_transposed = cute.make_tensor(ku.iterator, cute.select(ku.layout, [1, 0, 2]))
-        bKG, bQG, bT, bP = (tf.make_fragment_B(tf.partition_B(x)) for x in (kg, qg, t, p))
+        bKG, bT, *bQueries = (tf.make_fragment_B(tf.partition_B(x)) for x in (kg, t, *queries))
         bKU = tu.make_fragment_B(tu.partition_B(ku_transposed))
         left_rows = tf.partition_shape_A((64 * slabs, CHUNK))
         square = tf.partition_shape_C((64 * slabs, CHUNK))
@@ -411,8 +432,9 @@ class KdaPrefill:
         S = cute.make_rmem_tensor(tu.partition_shape_C((64 * slabs, HEAD)), Float32)
         Y = cute.make_rmem_tensor(square, Float32)
         O = cute.make_rmem_tensor(square, Float32)
+        V = cute.make_rmem_tensor(square, Float32)
         A = cute.make_rmem_tensor(tf.partition_shape_A((64 * slabs, HEAD)), Float16)
-        identity = False
+        identity = Boolean(False)
         if const_expr(self.key.transition):
             identity = (work & 1 == 1) & (work >= 0)
             load_state(S, mState, read, num_slots, head, v_row, column)
@@ -434,7 +456,7 @@ class KdaPrefill:
             chunks += cute.arch.popc(cute.arch.vote_ballot_sync(live))
 
         stage, parity, place, late_parity, out_parity = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
-        tail = late_address + (TAIL_OFFSET - QG_OFFSET)
+        tail = tails
         if chunks > 0:
             early.wait_full(0, parity)
         self.round_state(S, A)
@@ -446,74 +468,85 @@ class KdaPrefill:
         if chunks > 0:
             late.wait_full(0, late_parity)
             decay_state(S, tail, lane, True)
+        values_tile(V, early_address, identity, warp, lane)
+        _, count, _, entry = load_shared(tail + 512, 4, Int32)
         warpgroup.wait_group(0)
         for chunk in cutlass.range(chunks, unroll=1):
-            _, count, _, entry = load_shared(tail + 512, 4, Int32)
-            if identity:
-                for i in cutlass.range_constexpr(cute.size(Y)):
-                    Y[i] = -Y[i]
-            else:
-                residual(Y, early_address + stage * self.early_bytes, Int32(0), count, warp, lane, False)
+            for i in cutlass.range_constexpr(cute.size(Y)):
+                Y[i] = V[i] - Y[i]
+            if count < CHUNK:
+                clear_tokens(Y, count, lane)
             early.release(stage)
-            stage, parity = advance(stage, parity, EARLY_STAGES)
+            stage, parity = advance(stage, parity, self.early_stages)
             more = chunk + 1 < chunks
             # No branch stands between the issue of a product and its wait unless the left operand is used again behind it:
             # the compiler would give the operand's registers away in the branch while the product still reads them.
+            following, following_parity = advance(place, late_parity, self.late_stages)
             if more:
                 early.wait_full(stage, parity)
+                if const_expr(self.key.transition):
+                    late.wait_full(following, following_parity)
             if const_expr(not self.key.transition):
                 outputs.wait_empty(0, out_parity)
             X = as_left_operand(Y, left_rows, Float16)
             warpgroup.fence()
             contract(mma, Y, X, bT, place, CHUNK // 16, False)
             warpgroup.commit_group()
-            warpgroup.wait_group(0)
+            if const_expr(self.key.transition):
+                warpgroup.wait_group(0)
+            else:
+                contract(mma, O, A, bQueries[0], place, HEAD // 16, False)
+                warpgroup.commit_group()
+                warpgroup.wait_group(1)
             U = as_left_operand(Y, left_rows, Float16)
             warpgroup.fence()
             contract(mma_update, S, U, bKU, place, CHUNK // 16, True)
-            if const_expr(not self.key.transition):
-                contract(mma, O, A, bQG, place, HEAD // 16, False)
-                contract(mma, O, U, bP, place, CHUNK // 16, True)
             warpgroup.commit_group()
-            warpgroup.wait_group(0)
-            late.release(place)
+            if const_expr(self.key.transition):
+                warpgroup.wait_group(0)
+                late.release(place)
+            else:
+                contract(mma, O, U, bQueries[1], place, CHUNK // 16, True)
+                warpgroup.commit_group()
+                warpgroup.wait_group(1)
+            self.round_state(S, A)
+            warpgroup.fence()
+            contract(mma, Y, A, bKG, stage, HEAD // 16, False)
+            warpgroup.commit_group()
             if const_expr(not self.key.transition):
-                store_output(O, output, slab, warp, lane)
+                warpgroup.wait_group(1)
+                late.release(place)
+                store_output(O, output, slab, warp, lane, self.out_pitch)
                 outputs.publish(0)
                 out_parity = out_parity ^ 1
                 if entry >= 0:
                     self.store_checkpoints(
                         S, mState, mEnds, mSlots, entry, Int32(mEntryCu[row + 1]), num_slots, head, v_row, column
                     )
-            self.round_state(S, A)
-            warpgroup.fence()
-            contract(mma, Y, A, bKG, stage, HEAD // 16, False)
-            warpgroup.commit_group()
-            place, late_parity = advance(place, late_parity, LATE_STAGES)
-            tail = late_address + place * LATE_BYTES + (TAIL_OFFSET - QG_OFFSET)
+            place, late_parity = following, following_parity
+            tail = tails + place * TAIL_BYTES
             if const_expr(self.key.transition):
-                warpgroup.wait_group(0)
-            if more:
-                late.wait_full(place, late_parity)
-                decay_state(S, tail, lane, True)
+                # No branch: the last chunk is followed by a decay of one.
+                decay_state(S, tail if more else storage.ones.data_ptr().toint(), lane, True)
+            else:
+                if more:
+                    late.wait_full(place, late_parity)
+                    decay_state(S, tail, lane, True)
+            # Behind the last chunk these are of no chunk, and nothing is made of them.
+            values_tile(V, early_address + stage * self.early_bytes, identity, warp, lane)
+            _, count, _, entry = load_shared(tail + 512, 4, Int32)
             warpgroup.wait_group(0)
         if const_expr(self.key.transition):
             store_state(S, mWork, work, Int32(WORK_LIMIT), head, v_row, column)
         else:
             store_state(S, mState, write, num_slots, head, v_row, column)
+            store_state(S, mWork, leaving, Int32(WORK_LIMIT), head, v_row, column)
 
     def round_state(self, S, A):
         """The state rounded to the left operand A, which lives through the loop."""
         words = fragment_words(A)
         for i in range(cute.size(words)):
             words[i] = pack_f16(S[2 * i], S[2 * i + 1])
-
-    def operand(self, base, shape, stages, pitch):
-        """A swizzled fp16 operand of a ring's stages as a staged tensor (rows, columns, stage)."""
-        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Float16)
-        tile = cute.tile_to_shape(atom, shape, order=(0, 1))
-        layout = cute.append(tile.outer, cute.make_layout(stages, stride=pitch // 2))
-        return cute.make_tensor(cute.recast_ptr(base, tile.inner, Float16), layout)
 
     @cute.jit
     def store_checkpoints(
@@ -559,12 +592,6 @@ def build(key: KdaPrefillKey):
         fake_ids(entries, Int32),
         fake_rows(BFloat16, tokens),
         fake_pool(Float32),
-        Int32(0),
-        Int32(0),
-        Int32(0),
-        Int32(1),
-        Int32(0),
-        Int32(1),
-        Int32(2),
+        *(Int32(1) for _ in range(9)),
         fake_stream(),
     )

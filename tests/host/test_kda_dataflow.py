@@ -163,6 +163,14 @@ def test_records_of_a_launch_fit_the_workspace(slots: int, heads: int) -> None:
     assert group == 1 or group * slots * config.RECORD_BYTES <= config.WORKSPACE_BYTES
 
 
+@pytest.mark.parametrize(("slots", "heads"), [(1, 1), (128, 16), (513, 32), (4096, 64), (7, 20_000)])
+def test_launches_over_chunks_share_them_equally_within_the_workspace(slots: int, heads: int) -> None:
+    window = config.slots_per_launch(slots, heads)
+    assert 1 <= window <= slots
+    assert window == 1 or window * heads * config.RECORD_BYTES <= config.WORKSPACE_BYTES
+    assert slots <= window * -(-slots // window) < slots + window
+
+
 def test_half_a_head_a_block_only_where_every_half_has_a_multiprocessor() -> None:
     assert config.slabs_per_block(1, 66) == 1
     assert config.slabs_per_block(1, 67) == 2

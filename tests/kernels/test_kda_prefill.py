@@ -165,6 +165,28 @@ def test_heads_in_several_launches(monkeypatch):
     assert torch.equal(bits(pool[1]), bits(expected[1]))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("window", [1, 2, 3, 7])
+def test_chunks_in_several_launches(window, dtype, monkeypatch):
+    """A workspace too small for all chunks: rows go on from launch to launch with their states in fp32, and keep their bits."""
+    lengths = [300, 0, 17, 129, 1, 640]
+    inputs = delta_inputs("kda", "trained", sum(lengths), 2, 2, device="cuda")
+    n, cu = len(lengths), cu_seqlens(lengths, device="cuda")
+    read = torch.arange(n, dtype=torch.int32, device="cuda")
+    ends, first = [[100, 256], [], [17], [64], [], [64, 65, 600, 640]], 2 * n
+    entries = [[(end, first + 4 * row + i) for i, end in enumerate(kept)] for row, kept in enumerate(ends)]
+    plan = Checkpoints.from_lists(entries, device="cuda")
+    start = filled_pool(first + 4 * n, 2, dtype, "trained", range(n))
+    results = []
+    for slots in (None, window):
+        if slots is not None:
+            monkeypatch.setattr(kda_launch, "slots_per_launch", lambda slots, heads: window)
+        pool = start.clone()
+        results.append((chunked(*inputs.tensors, pool, read, read + n, cu, checkpoints=plan), pool))
+    assert torch.equal(bits(results[1][0]), bits(results[0][0]))
+    assert torch.equal(bits(results[1][1]), bits(results[0][1]))
+
+
 def test_8192_tokens():
     check([8192], hk=2, hv=2, dataset="trained")
 
