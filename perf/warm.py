@@ -99,10 +99,10 @@ def units(cases: Sequence[Case], peer_names: Sequence[str]) -> dict[Unit, list[C
 
 
 def _urgency(case: Case) -> int:
-    """Order in which cases are warmed: first geometries, for which others wait, then what compiles longest."""
-    if case.geometry.id in FIRST and case.op.endswith("prefill"):
-        return 0
-    return 1 if case.op.endswith("_verify") else 2
+    """Order in which cases are warmed: first geometries, for which others wait, those others, then what compiles longest."""
+    if case.file.endswith("_prefill"):
+        return 0 if case.geometry.id in FIRST else 1
+    return 2 if case.op.endswith("_verify") else 3
 
 
 def _waits_for(unit: Unit, of: Sequence[Unit]) -> Unit | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,15 @@ import torch
 
 from ..geometries import HEAD_DIM
 from ..inputs import DeltaProblem
+
+
+def without_fla_models() -> None:
+    """Keep FLA from importing its layers and models, and with them transformers: kernels need neither, and it takes seconds.
+
+    FLA takes them as not installed.
+    """
+    if "fla" not in sys.modules:
+        sys.modules |= {"fla.layers": None, "fla.models": None}  # type: ignore[dict-item]
 
 
 @dataclass

@@ -15,11 +15,12 @@ import torch
 
 from ..bench import Unsupported
 from ..inputs import DeltaProblem
-from .common import PeerCall
+from .common import PeerCall, without_fla_models
 
 
 def version() -> str:
     """Installed version; raises where the package cannot be imported."""
+    without_fla_models()
     package = importlib.import_module("fla")
     importlib.import_module("fla.ops.gated_delta_rule")
     return str(package.__version__)

@@ -13,11 +13,12 @@ from ...cute_kernels.reference.conv1d import live_window
 from ..bench import Unsupported
 from ..geometries import CONV_WIDTH
 from ..inputs import ConvProblem, DeltaProblem
-from .common import PeerCall, log_decay
+from .common import PeerCall, log_decay, without_fla_models
 
 
 def version() -> str:
     """Installed version; raises where its kernels cannot be imported."""
+    without_fla_models()
     importlib.import_module("lmdeploy.pytorch.kernels.cuda.gated_delta_rule")
     try:
         return importlib.metadata.version("lmdeploy")
