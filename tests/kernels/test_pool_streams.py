@@ -101,6 +101,10 @@ class StartsBeforeTheFence(Traffic):
         super().__init__(*arguments, **options)
         self.ledger.may_start = lambda lease: True
 
+    def _launch(self, rows, plan):
+        torch.cuda._sleep(40_000_000)  # 20 ms: a busy host still queues the transfer while the kernels wait
+        super()._launch(rows, plan)
+
 
 def planted(device: str, bug: type[Traffic], requests: int) -> None:
     faults = bug(device, requests, seed=7, queued=True).run().faults
