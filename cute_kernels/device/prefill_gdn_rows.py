@@ -41,17 +41,6 @@ def load_scalars(mX: cute.Tensor, token: Int32, count: Int32, head: Int32, lane:
 
 
 @cute.jit
-def prefetch_scalars(tensors, token: Int32, count: Int32, head: Int32, lane: Int32):
-    """What `load_scalars` would read of each, on its way to L2."""
-    for half in cutlass.range_constexpr(2):
-        i = lane + 32 * half
-        if i < count:
-            for mX in tensors:
-                address = row_ptr(mX, token + i, head, mX.element_type.width // 8).toint()
-                cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address])
-
-
-@cute.jit
 def log2_decay(x: Float32, rate: Float32) -> Float32:
     """rate log2(1 + e^x) with rate = -e^A_log: the log decay in base 2. What rounding takes from 1 + e is put back."""
     e = cute.math.exp2(x * Float32(LOG2_E), fastmath=True)

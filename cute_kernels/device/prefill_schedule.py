@@ -15,7 +15,7 @@ from .prefill_layout import CHUNK, Flag
 from .state_io import slot_is_valid
 
 FIRST_CLASS = 8192
-CLASSES = 5
+CLASSES = 8
 
 
 @cute.jit
@@ -75,46 +75,74 @@ def find_long_row(mCu: cute.Tensor, rows: Int32, index: Int32, long_length: Int3
 
 
 @cute.jit
+def count_long_rows(mCu: cute.Tensor, row: Int32, long_length: Int32, lane: Int32):
+    """How many sequences before `row` have at least `long_length` tokens; all lanes of one warp."""
+    count, base = Int32(0), Int32(0)
+    while base < row:
+        i = base + lane
+        is_long = i < row
+        if is_long:
+            is_long = mCu[i + 1] - mCu[i] >= long_length
+        count += cute.arch.popc(cute.arch.vote_ballot_sync(is_long))
+        base += 32
+    return count
+
+
+@cute.jit
 def next_row(
     rank: Int32,
     mCu: cute.Tensor,
     rows: Int32,
     min_tokens: Int32,
-    max_tokens: Int32,
+    long_length: Int32,
+    parts: Int32,
     length_class: Int32,
     base: Int32,
     seen: Int32,
     lane: Int32,
+    transition: cutlass.Constexpr,
 ):
-    """The row of a rank among those with min_tokens <= length < max_tokens, longest class first, or -1; all lanes of one warp.
+    """The row of the item of a rank, or -1, and the item's place among the row's; all lanes of one warp.
 
-    A class is a range of lengths four times as long as it is short (`FIRST_CLASS` tokens and more, …, the rest); within one, rows
-    keep their order. `length_class`, `base`, `seen` are where the search stands: before row `base` of the class there are `seen`
-    ranks. Start from zeros, ask for ascending ranks, and hand back what is returned after the row.
+    A row of `long_length` tokens or more is `parts` items (in a transition launch 2 parts - 3), another of at least `min_tokens`
+    one (there none). Items come by classes of their own lengths, of a long row's segments the mean, longest first: a class is a
+    range of lengths twice as long as it is short (`FIRST_CLASS` tokens and more, …, the rest); within one, rows keep their order.
+    `length_class`, `base`, `seen` are where the search stands: before row `base` of the class there are `seen` ranks. Start from
+    zeros, ask for ascending ranks, and hand back what is returned after the place.
     """
-    found = Int32(-1)
+    found, place = Int32(-1), Int32(0)
+    extra = 2 * parts - 4 if transition else parts - 1
     while (found < 0) & (length_class < CLASSES):
         i = base + lane
-        shortest = Int32(FIRST_CLASS) >> (2 * length_class)
-        beyond = shortest << 2 if length_class > 0 else max_tokens
-        shortest = shortest if length_class < CLASSES - 1 else Int32(0)
         inside = i < rows
+        is_long = inside
         if inside:
             length = mCu[i + 1] - mCu[i]
-            inside = (length >= cutlass.max(shortest, min_tokens)) & (length < cutlass.min(beyond, max_tokens))
+            is_long = length >= long_length
+            pieces = parts if is_long else Int32(1)
+            shortest = (Int32(FIRST_CLASS) >> length_class) * pieces
+            inside = (length >= min_tokens) & ((length_class == 0) | (length < 2 * shortest))
+            inside = inside & ((length_class == CLASSES - 1) | (length >= shortest))
+            if cutlass.const_expr(transition):
+                inside = inside & is_long
+            is_long = inside & is_long
         mask = cute.arch.vote_ballot_sync(inside)
-        count = cute.arch.popc(mask)
+        long_mask = cute.arch.vote_ballot_sync(is_long)
+        count = cute.arch.popc(mask) + extra * cute.arch.popc(long_mask)
         if seen + count > rank:
-            place = seen + cute.arch.popc(mask & ((Int32(1) << lane) - 1))
-            hit = cute.arch.vote_ballot_sync(inside & (place == rank))
-            found = base + cute.arch.popc(hit - 1)
+            below = (Int32(1) << lane) - 1
+            place = rank - seen - cute.arch.popc(mask & below) - extra * cute.arch.popc(long_mask & below)
+            hit = cute.arch.vote_ballot_sync(inside & (place >= 0) & (place <= (extra if is_long else Int32(0))))
+            owner = cute.arch.popc(hit - 1)
+            found = base + owner
+            place = cute.arch.shuffle_sync(place, owner)
         else:
             seen += count
             base += 32
             if base >= rows:
                 base = Int32(0)
                 length_class += 1
-    return cute.arch.make_warp_uniform(found), length_class, base, seen
+    return cute.arch.make_warp_uniform(found), cute.arch.make_warp_uniform(place), length_class, base, seen
 
 
 @cute.jit
@@ -126,8 +154,8 @@ def segment_bounds(length: Int32, segment: Int32, parts: Int32):
 
 @cute.jit
 def find_work(
-    group: Int32,
     row: Int32,
+    place: Int32,
     lane: Int32,
     mReadIds: cute.Tensor,
     mWriteIds: cute.Tensor,
@@ -136,50 +164,30 @@ def find_work(
     parts: Int32,
     transition: cutlass.Constexpr,
 ):
-    """Sequence, first flags (STOP: nothing to do), bounds in the sequence, slots, and last chunk's flag of a group of items.
-
-    `row` is the group's sequence, or -1 where the group is a segment of a long row.
-    """
-    rows = cute.size(mReadIds)
+    """First flags (STOP: nothing to do), bounds in the sequence, slots, and last chunk's flag of a row's item of a place."""
     flags = Int32(int(Flag.FIRST))
-    sequence = row
-    position, stop = Int32(0), Int32(0)
-    read, write, last_flag = Int32(-1), Int32(-1), Int32(int(Flag.LAST))
-    if cutlass.const_expr(transition):
-        # Items of a long row: the end of its first segment, then (state from zero, transition) of each inner one.
-        per_row = 2 * parts - 3
-        index = group // per_row
-        place = group % per_row
-        segment = (place + 1) // 2
-        sequence = find_long_row(mCuSeqlens, rows, index, long_length, lane)
-        if sequence >= 0:
-            position, stop = segment_bounds(mCuSeqlens[sequence + 1] - mCuSeqlens[sequence], segment, parts)
-            write = 2 * (index * (parts - 1) + segment)
+    length = mCuSeqlens[row + 1] - mCuSeqlens[row]
+    position, stop, last_flag = Int32(0), length, Int32(int(Flag.LAST))
+    read, write = mReadIds[row], mWriteIds[row]
+    if length >= long_length:
+        base = 2 * count_long_rows(mCuSeqlens, row, long_length, lane) * (parts - 1)
+        # Of a transition: the end of the first segment, then (state from zero, transition) of each inner one.
+        segment = (place + 1) // 2 if transition else place
+        position, stop = segment_bounds(length, segment, parts)
+        if cutlass.const_expr(transition):
+            write = base + 2 * segment
             if place == 0:
-                read = mReadIds[sequence]
                 flags = flags | Flag.KEEP_START
-            elif place % 2 == 0:
-                write += 1
-                flags = flags | Flag.IDENTITY
-        if position >= stop:
-            flags = Int32(int(Flag.STOP))
-    elif sequence < 0:
-        index = group // parts
-        segment = group % parts
-        sequence = find_long_row(mCuSeqlens, rows, index, long_length, lane)
-        if sequence >= 0:
-            length = mCuSeqlens[sequence + 1] - mCuSeqlens[sequence]
-            position, stop = segment_bounds(length, segment, parts)
-            base = 2 * index * (parts - 1)
-            read = base + 1 if segment == 0 else base + 2 * (segment - 1)
+            else:
+                read = Int32(-1)
+                if place % 2 == 0:
+                    write += 1
+                    flags = flags | Flag.IDENTITY
+        else:
+            read = base + 1 if place == 0 else base + 2 * (place - 1)
             flags = flags | Flag.WORKSPACE
-            write = mWriteIds[sequence]
             if stop < length:
                 last_flag = Int32(0)
         if position >= stop:
             flags = Int32(int(Flag.STOP))
-    else:
-        stop = mCuSeqlens[sequence + 1] - mCuSeqlens[sequence]
-        read = mReadIds[sequence]
-        write = mWriteIds[sequence]
-    return flags, sequence, position, stop, read, write, last_flag
+    return flags, position, stop, read, write, last_flag

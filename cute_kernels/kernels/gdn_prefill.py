@@ -10,7 +10,7 @@ of the log decay and every exponent <= 0:
 Norms and gates enter as factors of rows and columns of the products; only K' is rewritten. T', P, X, V', K' are fp16, the left
 operand S is bf16, sums and the state are fp32.
 
-A block stays on its multiprocessor and takes one (sequence, value head) after another, longest rows first. `slabs` = 2: all V
+A block stays on its multiprocessor and takes one (sequence, value head) after another, longest first. `slabs` = 2: all V
 rows of the head; 1: half of them (slab `block % 2`), with the same bits:
     state x slabs        64 V rows each, S in accumulators (`device/prefill_state.py`)
     pairs x (3 - slabs)  K K^T, key norms, Q K^T, decay and masks, inverse (`device/prefill_pairs.py`, `prefill_inverse.py`)
@@ -57,7 +57,6 @@ from ..device.prefill_gdn_rows import (
     VECTOR_BYTES,
     X_FACTOR,
     load_scalars,
-    prefetch_scalars,
     run_gates,
     run_keys,
     run_queries,
@@ -286,10 +285,9 @@ class GdnPrefill:
             cute.arch.setmaxregister_decrease(data)
             if warp == 12:
                 self.run_producer(
-                    shared, item, hv * self.groups(cute.size(mReadIds), long_rows, parts), blocks // (3 - self.slabs), slab,
-                    lane, tma_q, gQ, tma_k, gK, tma_v, gV, sQ, sK, sV, mA, mB, mALog, mDtBias, mPool, mReadIds, mWriteIds,
-                    mCuSeqlens, mKeptCu, mKeptEnds, mKeptSlots, hk, hv, num_slots, has_checkpoints, min_tokens, long_rows,
-                    long_length, parts,
+                    shared, item, blocks // (3 - self.slabs), slab, lane, tma_q, gQ, tma_k, gK, tma_v, gV, sQ, sK, sV, mA, mB,
+                    mALog, mDtBias, mPool, mReadIds, mWriteIds, mCuSeqlens, mKeptCu, mKeptEnds, mKeptSlots, hk, hv, num_slots,
+                    has_checkpoints, min_tokens, long_rows, long_length, parts,
                 )  # fmt: skip
             else:
                 output = (slab, lane, tma_out, gOut, sV, mOut, l2norm, scale)
@@ -354,44 +352,32 @@ class GdnPrefill:
 
     @cute.jit
     def run_producer(
-        self, shared, item, items, step, slab, lane, tma_q, gQ, tma_k, gK, tma_v, gV, sQ, sK, sV, mA, mB, mALog, mDtBias,
+        self, shared, item, step, slab, lane, tma_q, gQ, tma_k, gK, tma_v, gV, sQ, sK, sV, mA, mB, mALog, mDtBias,
         mPool, mReadIds, mWriteIds, mCuSeqlens, mKeptCu, mKeptEnds, mKeptSlots, hk, hv, num_slots, has_checkpoints,
         min_tokens, long_rows, long_length, parts,
     ):  # fmt: skip
-        """Walk the block's items, every `step`-th one, and the chunk list of each: records, loads and gates of each chunk."""
+        """Walk the block's items, one of every `step`, and the chunk list of each: records, loads and gates of each chunk."""
         stage, parity, stage_v, parity_v = Int32(0), Int32(0), Int32(0), Int32(0)
         token_v, column_v = Int32(-1), Int32(0)
-        before, max_tokens = Int32(0), Int32(WORK_LIMIT)
-        if cutlass.const_expr(self.key.transition):
-            before = items  # all items are segments
-        elif long_rows > 0:
-            before, max_tokens = long_rows * parts, long_length
         length_class, base, seen = Int32(0), Int32(0), Int32(0)
-        while item < items:
-            group = item // hv
-            row = Int32(-1)
-            if group >= before:
-                row, length_class, base, seen = next_row(
-                    group - before,
-                    mCuSeqlens,
-                    cute.size(mReadIds),
-                    min_tokens,
-                    max_tokens,
-                    length_class,
-                    base,
-                    seen,
-                    lane,
+        if cutlass.const_expr(not self.key.transition):
+            long_length = long_length if long_rows > 0 else Int32(WORK_LIMIT)
+        # Items are dealt out in turn, there and back, longest first: who got a long one gets a short one next.
+        turn, mirrored = Int32(0), step - 1 - item
+        sequence = Int32(0)
+        while sequence >= 0:
+            dealt = turn * step + (item if turn % 2 == 0 else mirrored)
+            sequence, place, length_class, base, seen = next_row(
+                dealt // hv, mCuSeqlens, cute.size(mReadIds), min_tokens, long_length, parts, length_class, base, seen, lane,
+                self.key.transition,
+            )  # fmt: skip
+            flags, position, stop, read, write, last_flag = (Int32(int(Flag.STOP)), *(Int32(0) for _ in range(5)))
+            if sequence >= 0:
+                flags, position, stop, read, write, last_flag = find_work(
+                    sequence, place, lane, mReadIds, mWriteIds, mCuSeqlens, long_length, parts, self.key.transition
                 )
-            flags, sequence, position, stop, read, write, last_flag = (
-                Int32(int(Flag.STOP)),
-                row,
-                *(Int32(0) for _ in range(5)),
-            )
-            if (group < before) | (row >= 0):
-                flags, sequence, position, stop, read, write, last_flag = find_work(
-                    group, row, lane, mReadIds, mWriteIds, mCuSeqlens, long_length, parts, self.key.transition
-                )
-            head = item % hv
+            turn += 1
+            head = dealt % hv
             entry, entry_end, start = Int32(0), Int32(0), Int32(0)
             if (flags & Flag.STOP) == 0:
                 if (flags & Flag.WORKSPACE) == 0:
@@ -419,7 +405,6 @@ class GdnPrefill:
                     next_raw = load_scalars(mA, start + end, next_end - end, head, lane)
                     next_logit = load_scalars(mB, start + end, next_end - end, head, lane)
                     # A load from L2 is done before the gates' arithmetic, one from memory is not.
-                    prefetch_scalars((mA, mB), start + next_end, stop - next_end, head, lane)
                 shared.inputs.wait_empty(stage, parity)
                 with cute.arch.elect_one():
                     write_record(shared.records, stage, [token, count, flags, head, read, write, kept, sequence])
@@ -441,8 +426,6 @@ class GdnPrefill:
                 position, end, kept = end, next_end, next_kept
                 raw, logit = next_raw, next_logit
                 flags = Int32(int(Flag.STOP)) if last else flags & Flag.IDENTITY
-            # Behind the last row with work there is none.
-            item = item + step if (group < before) | (row >= 0) else items
         if token_v >= 0:
             self.load_values(tma_v, gV, sV, token_v, column_v, stage_v, parity_v, shared.v)
         for _ in cutlass.range_constexpr(3 - self.slabs):  # every pairs warpgroup finds one

@@ -3,10 +3,19 @@ one piece and in parts."""
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from gdn_prefill_case import PATHS, RUN, check, chunked, equal_keys, public
-from prefill_case import DTYPES, bits, check_longer_token_buffer, check_sequences_without_tokens, filled_pool
+from prefill_case import (
+    DTYPES,
+    bits,
+    check_inputs,
+    check_longer_token_buffer,
+    check_sequences_without_tokens,
+    filled_pool,
+)
 
 from compact_state.cute_kernels import Checkpoints, gdn_decode, reference
 from compact_state.cute_kernels.reference.datasets import DATASETS, RAGGED_LENGTHS, cu_seqlens, delta_inputs, ids
@@ -51,6 +60,16 @@ def test_ragged_lengths(dtype, path):
 def test_more_sequences_than_the_chip_holds(path):
     """A block takes many items in turn, and passes over those that are another launch's."""
     check([70, 3, 64, 0, 1, 200] * 16, hk=4, hv=16, path=path)
+
+
+@pytest.mark.parametrize("slabs", [1, 2])
+@pytest.mark.parametrize("hv", [4, 16, 32])
+def test_items_of_cut_and_uncut_rows_come_by_their_own_lengths(hv, slabs):
+    """Rows not cut are longer than segments of cut ones, shorter, or another kernel's; more than a warp looks at once."""
+    lengths = [1100, 1, 65, 700, *[1, 3, 17, 40] * 9, 1024, 300, 0, 1000, 90, 999]
+    inputs = delta_inputs("gdn", "randn", sum(lengths), 2, hv, device="cuda", seed=hv)
+    run = functools.partial(chunked, long_length=1000, slabs=slabs)
+    check_inputs(run, inputs, lengths, "randn", kept=[[64, 1000]] + [[]] * 39 + [[500]] + [[]] * 5)
 
 
 @pytest.mark.parametrize("path", PATHS)
