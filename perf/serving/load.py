@@ -65,7 +65,7 @@ def specs(
 ) -> list[Spec]:
     """One engine for each variant and caching setting.
 
-    A variant is `legacy`, `compact`, or compact with variables, such as `napping:LMDEPLOY_COMPACT_SPIN_MS=0`; `@on` or `@off`
+    A variant is `legacy`, `compact`, or compact with variables, such as `split:LMDEPLOY_COMPACT_FUSED_DECODE=0`; `@on` or `@off`
     behind it leaves the other caching setting out.
     """
     specs = []
@@ -124,10 +124,15 @@ def run(
         result["notes"] += [f"{label} did not start: {error}" for label, error in fleet.failed.items()]
         result["start_together_s"] = fleet.start_s
         say(f"{fleet.start_s} s: {result['start']}")
-        for case in cases:
-            _case(case, fleet, result, left, say)
+
+        def trial(row: dict[str, Any]) -> None:
+            result["trials"].append(row)
             result["serving"] = _rows(result["trials"], model)
             save(result)
+            say(f"{left():6.1f} {row}")
+
+        for case in cases:
+            _case(case, fleet, result["notes"], left, trial)
             # Once the first case is in, before the longer ones use the budget up.
             for label in [label for label in profile if label in fleet.engines] if case is cases[0] else ():
                 _profile(label, fleet, result, left)
@@ -151,7 +156,7 @@ def _profile(label: str, fleet: Fleet, result: dict[str, Any], left: Callable[[]
 
 
 def _case(
-    case: Case, fleet: Fleet, result: dict[str, Any], left: Callable[[], float], say: Callable[[str], None]
+    case: Case, fleet: Fleet, notes: list[str], left: Callable[[], float], done: Callable[[dict[str, Any]], None]
 ) -> None:
     longest = 0.0
     for trial in range(-1, case.trials):
@@ -159,7 +164,7 @@ def _case(
         order = [label for label in fleet.engines if label.endswith(case.only)]
         for label in order if trial % 2 else order[::-1]:
             if left() < 1.5 * longest + 1:
-                result["notes"].append(f"{case.name}: the budget ended before trial {trial} of {label}")
+                notes.append(f"{case.name}: the budget ended before trial {trial} of {label}")
                 return
             started = time.monotonic()
             try:
@@ -167,13 +172,11 @@ def _case(
                     "load", requests=case.requests, input=case.input, output=case.output, seed=100 + trial
                 )
             except EngineError as error:
-                result["notes"].append(f"{case.name} {label}: {error}")
+                notes.append(f"{case.name} {label}: {error}")
                 fleet.drop(label, error)
                 continue
             longest = max(longest, time.monotonic() - started)
-            row = {"case": case.name, "engine": label, "trial": trial, **figures}
-            result["trials"].append(row)
-            say(f"{left():6.1f} {row}")
+            done({"case": case.name, "engine": label, "trial": trial, **figures})
 
 
 def _rows(trials: list[dict[str, Any]], model: str) -> list[dict[str, Any]]:
