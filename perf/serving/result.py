@@ -93,16 +93,20 @@ def load_table(result: dict[str, Any]) -> str:
 
 
 def equality_table(result: dict[str, Any]) -> str:
-    """Every comparison of answers; says so when there is none."""
+    """Every comparison of answers, on one GPU and on two; says so when there is none."""
     found = result.get("equality")
     if found is None:
         return "Answers have not been compared with logits on a GPU yet."
+    some = [(kind, name, compared) for kind in KINDS for name, compared in found[kind].items()]
+    if "ray" in result:
+        ray = result["ray"]
+        some.append(("pairs", "one GPU / two GPUs", ray["tp1 / tp2"]))
+        some += [(kind, "two GPUs", ray[kind]) for kind in ("hits", "mixed", "sleep") if kind in ray]
     lines = []
-    for kind in KINDS:
-        for name, some in found[kind].items():
-            figures = [f"{some[key]:.3f}" if key in some else "-" for key in ("rms", "largest", "widest_margin")]
-            same = f"{some['equal']} of {some['answers']}"
-            lines.append([KINDS[kind], name, same, *figures, "yes" if some["passed"] else "no"])
+    for kind, name, compared in some:
+        figures = [f"{compared[key]:.3f}" if key in compared else "-" for key in ("rms", "largest", "widest_margin")]
+        same = f"{compared['equal']} of {compared['answers']}"
+        lines.append([KINDS[kind], name, same, *figures, "yes" if compared["passed"] else "no"])
     header = [
         "compared",
         "engines",

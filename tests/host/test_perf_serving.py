@@ -206,10 +206,15 @@ def test_the_table_of_answers_says_what_was_compared_and_what_failed() -> None:
     pair = {"equal": 30, "answers": 32, "rms": 0.05, "largest": 0.6, "widest_margin": 0.1, "passed": False}
     mixed = {"equal": 80, "answers": 80, "widest_margin": 0.0, "passed": True}
     table = result.equality_table(
-        {"equality": {"pairs": {"a / b": pair}, "longer": {}, "hits": {}, "mixed": {"a": mixed}, "sleep": {}}}
+        {
+            "equality": {"pairs": {"a / b": pair}, "longer": {}, "hits": {}, "mixed": {"a": mixed}, "sleep": {}},
+            "ray": {"tp1 / tp2": {**pair, "passed": True}, "mixed": mixed},
+        }
     )
     assert "| a / b | 30 of 32 | 0.050 | 0.600 | 0.100 | no |" in table
     assert "| a | 80 of 80 | - | - | 0.000 | yes |" in table
+    assert "| one GPU / two GPUs | 30 of 32 | 0.050 | 0.600 | 0.100 | yes |" in table
+    assert "| two GPUs | 80 of 80 | - | - | 0.000 | yes |" in table
     judged = result.judge_table({"judge": {"a": {"longer": {"answers": 87, "rms": 0.04, "largest": 0.2}}}})
     assert "| a | longer | 87 | 0.040 | 0.200 |" in judged
 
