@@ -20,7 +20,7 @@ FILE = Path(__file__).resolve().parents[1] / "results" / "h200" / "lmdeploy.json
 
 
 def merge(parts: Sequence[dict[str, Any]], base: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Parts in order, on top of `base`; a later row of one model, case, variant and caching replaces an earlier one.
+    """Parts in order, on top of `base`; a later row of one model, case, variant and caching, or engine, replaces an earlier one.
 
     The first part's environment stands for all, with every part's command and commit.
     """
@@ -32,6 +32,9 @@ def merge(parts: Sequence[dict[str, Any]], base: dict[str, Any] | None = None) -
     for part in parts:
         for command, found in part.items():
             if command == "environment":
+                continue
+            if command == "judge":
+                result["judge"] = {**result.get("judge", {}), **found}
                 continue
             if command != "load":
                 result[command] = found

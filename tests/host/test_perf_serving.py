@@ -198,6 +198,8 @@ def test_parts_become_one_file_whose_later_rows_replace_earlier_ones(tmp_path: P
     again = result.merge([{"environment": {**environment, "commit": "def"}, "server": {"passed": False}}], read)
     assert again["serving"] == read["serving"]
     assert (again["environment"]["commit"], again["server"]) == ("abc; def", {"passed": False})
+    judged = [{"environment": environment, "judge": {name: {"longer": {}}}} for name in ("one", "two")]
+    assert list(result.merge(judged)["judge"]) == ["one", "two"]
     assert "| 0.8b 1x2+3 | on | 100 (100 to 100) | 150 (150 to 150) | +50% |" in result.load_table(read)
 
 
