@@ -93,10 +93,10 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
             before["failures"][lost] = "the process was lost in this case"
             cases = [case for case in cases if case.name != lost]
     if options.warm_here:
-        from .warm import IN_MEMORY, warm_group
+        from .warm import IN_MEMORY, distinct, warm_group
 
         for name in options.warm_here.split(","):
-            warm_group([case for case in cases if name in IN_MEMORY.get(case.op, ())], name)
+            warm_group(distinct(case for case in cases if name in IN_MEMORY.get(case.op, ())), name)
         if options.device == "cuda":
             torch.cuda.empty_cache()
     cold: dict[tuple[str, str], list[str]] = {}

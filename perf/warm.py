@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,15 +87,22 @@ def group_of(case: Case) -> Group:
     return family_of(case), case.geometry.id + drafts
 
 
+def distinct(cases: Iterable[Case]) -> list[Case]:
+    """One case of those that differ in accepted counts and gates alone, which change no kernel."""
+    found: dict[object, Case] = {}
+    for case in cases:
+        found.setdefault((case.op, case.geometry.id, case.workload.name, case.state_dtype), case)
+    return list(found.values())
+
+
 def units(cases: Sequence[Case], peer_names: Sequence[str]) -> dict[Unit, list[Case]]:
-    """What is to be warmed, the most urgent first: cases by peer that keeps kernels on disk, one gate set of each workload."""
-    found: dict[Unit, dict[object, Case]] = {}
-    for case in sorted(cases, key=_urgency):
+    """What is to be warmed, the most urgent first: cases by peer that keeps kernels on disk."""
+    found: dict[Unit, list[Case]] = {}
+    for case in distinct(sorted(cases, key=_urgency)):
         for name in ON_DISK.get(case.op, ()):
             if name in peer_names:
-                alike = (case.op, case.workload.name, case.state_dtype)  # accepted counts and gates change no kernel
-                found.setdefault((*group_of(case), name), {}).setdefault(alike, case)
-    return {unit: list(chosen.values()) for unit, chosen in found.items()}
+                found.setdefault((*group_of(case), name), []).append(case)
+    return found
 
 
 def _urgency(case: Case) -> int:
