@@ -26,6 +26,7 @@ FAMILIES = ("conv", "step", "gdn_prefill", "kda_prefill")
 COST = {"conv": 0.3, "gdn_prefill": 1.5, "kda_prefill": 1.0, "step": 0.7}  # of a case, relative: how time is shared
 COMPILE_LIMIT_S = 150.0  # what is not warm then is measured without the peers that keep kernels on disk
 START_S = 8.0  # of a family's turn: imports are done, copy bandwidth and matrix rate are not
+END_S = 3.0  # for the last case and the files, before the process is ended
 PATIENCE_S = 30.0  # for a peer that still compiles when nothing else is left to measure
 GRACE_S = 15.0  # beyond its share, for the case in hand
 RESTARTS = 2  # of a family whose process was lost, each without the case that lost it
@@ -212,7 +213,7 @@ def _next(families: Sequence[Family], wanted: Sequence[str], say: Callable[[str]
 def _turn(family: Family, share: float, limit: float, cold: Cold) -> int:
     """Let a family measure; its process's status, -1 where it had to be ended."""
     assert family.process is not None
-    family.turn.give(max(share, 1.0) + START_S, cold)
+    family.turn.give(max(share - END_S, 1.0) + START_S, cold)
     try:
         return family.process.wait(max(min(share + START_S + GRACE_S, limit), 1.0))
     except subprocess.TimeoutExpired:
