@@ -1,4 +1,5 @@
-"""Launch chunkwise GDN prefill: one kernel, or three where rows may be long enough to be run in parts."""
+"""Launch chunkwise GDN prefill: one kernel, or records of all chunks and then the recurrence where few sequences and heads leave
+multiprocessors idle; two launches more where rows may be long enough to be run in parts."""
 
 from __future__ import annotations
 
@@ -8,11 +9,22 @@ import torch
 
 from .checkpoints import Checkpoints
 from .compile.cache import jit_cache
-from .configs.prefill import LONG_LENGTH, GdnPrefillKey, SegmentStatesKey, parts_of_long_rows, slabs_per_block
+from .configs.gdn_records import RECORD_BYTES, GdnRecordsKey, GdnRecurrenceKey, recurrence_slabs, takes_records
+from .configs.prefill import (
+    LONG_LENGTH,
+    GdnPrefillKey,
+    SegmentStatesKey,
+    composed_rows,
+    parts_of_long_rows,
+    slabs_per_block,
+)
 
 gdn_prefill = jit_cache("gdn_prefill")
+gdn_records = jit_cache("gdn_records")
+gdn_recurrence = jit_cache("gdn_recurrence")
 segment_states = jit_cache("segment_states")
 
+CHUNK = 64  # tokens
 STATE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
@@ -36,44 +48,56 @@ def launch_chunked(
     min_tokens: int = 0,
     long_length: int = LONG_LENGTH,
     slabs: Literal[1, 2] | None = None,
+    records: bool | None = None,
 ) -> None:
     """Run packed sequences of any lengths, zero included, on the current stream.
 
     The arguments are those of `gdn.gdn_prefill`, already checked, with at least one sequence. Nothing of a sequence with
     fewer than `min_tokens` tokens is read or written, nor are rows of `out` beyond `cu_seqlens[N]`. Rows of `long_length`
     tokens or more run in parts (`kernels/gdn_prefill.py`), which takes a workspace of 128 KiB a head and inner segment; how
-    many there may be follows from shapes alone. `slabs` is that of `GdnPrefillKey`, by default what ends soonest.
+    many there may be follows from shapes alone. `slabs` is that of `GdnPrefillKey`, by default what ends soonest; `records` says
+    whether records are made first, which takes a workspace of 17.6 KiB a chunk and head. Neither changes a bit.
     """
     tokens, hk, width = q.shape
-    hv = v.shape[1]
-    if checkpoints is None or checkpoints.ends.shape[0] == 0:
-        plan, has_plan = (cu_seqlens, cu_seqlens, cu_seqlens), 0
-    else:
-        plan, has_plan = (checkpoints.cu, checkpoints.ends, checkpoints.slots), 1
+    hv, rows = v.shape[1], read_ids.shape[0]
+    entries = 0 if checkpoints is None else checkpoints.ends.shape[0]
+    plan = (checkpoints.cu, checkpoints.ends, checkpoints.slots) if checkpoints and entries else (cu_seqlens,) * 3
+    parts = parts_of_long_rows(hv)
+    long_rows = min(tokens // long_length, rows) if parts > 1 else 0
+    # As if all rows were of one length: what is known without reading it.
+    chains, states = rows * (parts if long_rows == rows else 1), long_rows * (2 * parts - 3)
+    chunk_slots = tokens // CHUNK + rows + entries
+    if records is None:
+        records = takes_records(chunk_slots, hv, rows)
     if tokens == 0:  # states still move between slots; the loads of a chunk without tokens need an address
         q, k, v, out = (x.new_zeros(1, *x.shape[1:]) for x in (q, k, v, out))
         a, b = (x.new_zeros(1, hv) for x in (a, b))
-    parts = parts_of_long_rows(hv)
-    long_rows = min(tokens // long_length, read_ids.shape[0]) if parts > 1 else 0
-    slots = 2 * long_rows * (parts - 1)
-    work = torch.empty(max(slots, 1), state[0].numel() if slots else 4, dtype=torch.float32, device=q.device)
+    inner = 2 * long_rows * (parts - 1)
+    work = torch.empty(max(inner, 1), state[0].numel() if inner else 4, dtype=torch.float32, device=q.device)
     name = STATE_NAMES[state.dtype]
-    tensors = (*(_rows(x) for x in (q, k, v)), a, b, A_log, dt_bias, state.flatten(1), read_ids, write_ids, cu_seqlens)
-    sizes = (hk, hv, state.shape[0])
-    rest = (int(qk_l2norm), min_tokens, long_rows, long_length, parts, width**-0.5 if scale is None else scale)
-    target = _rows(out)
-    if long_rows:
-        no_plan = (cu_seqlens, cu_seqlens, cu_seqlens)
-        found = slabs or slabs_per_block(hv * long_rows * (2 * parts - 3))
-        gdn_prefill(GdnPrefillKey(name, transition=True, slabs=found))(
-            *tensors, *no_plan, target, work, *sizes, 0, *rest
+    q, k, v, target = (_rows(x) for x in (q, k, v, out))
+    places = (state.flatten(1), read_ids, write_ids, cu_seqlens, *plan, target, work)
+    sizes, l2norm = (hk, hv, state.shape[0], int(entries > 0)), int(qk_l2norm)
+    cut = (min_tokens, long_rows, long_length, parts)
+    scale = width**-0.5 if scale is None else scale
+    if records:
+        made = torch.empty(chunk_slots * hv, RECORD_BYTES // 4, dtype=torch.int32, device=q.device)
+        gdn_records(GdnRecordsKey())(
+            q, k, a, b, A_log, dt_bias, cu_seqlens, *plan, made, *sizes, l2norm, min_tokens, scale
         )
-        if parts > 2:
-            segment_states(SegmentStatesKey())(work, cu_seqlens, hv, parts, long_rows, long_length)
-    rows = read_ids.shape[0]
-    # As if all rows were of one length: what is known without reading it.
-    chosen = slabs or slabs_per_block(hv * rows * (parts if long_rows == rows else 1))
-    gdn_prefill(GdnPrefillKey(name, slabs=chosen))(*tensors, *plan, target, work, *sizes, has_plan, *rest)
+    for transition, items in ((True, states), (False, chains)):
+        if items == 0:
+            continue
+        if records:
+            key = GdnRecurrenceKey(name, transition, slabs or recurrence_slabs(hv * items))
+            gdn_recurrence(key)(q, k, v, *places, made, *sizes, *cut)
+        else:
+            chunk = GdnPrefillKey(name, transition, slabs or slabs_per_block(hv * items))
+            gdn_prefill(chunk)(q, k, v, a, b, A_log, dt_bias, *places, *sizes, l2norm, *cut, scale)
+        if transition and parts > 2:
+            segment_states(SegmentStatesKey(composed_rows(hv * long_rows)))(
+                work, cu_seqlens, hv, parts, long_rows, long_length
+            )
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

@@ -49,11 +49,17 @@ class GdnPrefillKey:
 
 @dataclass(frozen=True)
 class SegmentStatesKey:
-    """The kernel that composes segments; one specialisation."""
+    """The kernel that composes segments.
+
+    Attributes:
+        rows: V rows of a block; with 8 there are twice the blocks, for few heads.
+    """
+
+    rows: Literal[8, 16] = 16
 
     def symbol(self) -> str:
         """C identifier of this specialisation."""
-        return "segment_states"
+        return "segment_states" if self.rows == 16 else "segment_states_8"
 
 
 LONG_LENGTH = 8192
@@ -70,15 +76,18 @@ def slabs_per_block(heads: int) -> Literal[1, 2]:
 def parts_of_long_rows(hv: int) -> int:
     """Segments of a row of `LONG_LENGTH` tokens or more; 1 where the heads alone occupy the chip.
 
-    The number must not depend on the batch, or a row's bits would: parts are chosen so that one such row fills the chip.
+    The number must not depend on the batch, or a row's bits would: it is the one measured fastest for one such row, from records.
     """
     if hv <= 8:
-        return 16
-    if hv <= 16:
         return 8
-    if hv <= 40:
-        return 3
-    return 2 if hv <= 64 else 1
+    if hv <= 16:
+        return 4
+    return 2 if hv <= 32 else 1
+
+
+def composed_rows(heads: int) -> Literal[8, 16]:
+    """V rows of a block of `SegmentStatesKey` for so many heads of all long rows."""
+    return 8 if 16 * heads <= MULTIPROCESSORS else 16
 
 
 def shipped() -> list[Entry]:
@@ -90,4 +99,5 @@ def shipped() -> list[Entry]:
         for transition in (False, True)
         for slabs in (1, 2)
     ]
-    return [*chunks, Entry("segment_states", SegmentStatesKey(), ResourceBudget(max_registers=255))]
+    composed = [Entry("segment_states", SegmentStatesKey(rows), ResourceBudget(max_registers=255)) for rows in (8, 16)]
+    return [*chunks, *composed]

@@ -72,13 +72,16 @@ def write_gates(raw, logit, bias: Float32, rate: Float32, count: Int32, vector: 
 
 
 @cute.jit
-def zero_rows(base: Int32, first: Int32, rows: cutlass.Constexpr, count: Int32, lane: Int32):
-    """Zero the operand rows of `first .. first + rows - 1` that are `count` or beyond, by one warp, for wgmma to read."""
+def zero_rows(
+    base: Int32, first: Int32, rows: cutlass.Constexpr, count: Int32, lane: Int32, tiles: cutlass.Constexpr = 2
+):
+    """Zero rows `first .. first + rows - 1` that are `count` or beyond, in 1 or 2 tiles, by one warp, for wgmma to read."""
     zero = Uint32(0)
-    for step in cutlass.range_constexpr(rows // 2):
-        row = first + 2 * step + (lane >> 4)
+    together = 4 // tiles
+    for step in cutlass.range_constexpr(rows // together):
+        row = first + together * step + lane // (8 * tiles)
         if row >= count:
-            store_shared(base + ((lane >> 3) & 1) * TILE_BYTES + row * 128 + (lane & 7) * 16, zero, zero, zero, zero)
+            store_shared(base + (lane // 8) % tiles * TILE_BYTES + row * 128 + (lane & 7) * 16, zero, zero, zero, zero)
     cute.arch.fence_view_async_shared()
     cute.arch.sync_warp()
 

@@ -1,8 +1,8 @@
 """States between the segments of long rows: S <- S A + N, segment after segment, in fp32.
 
-A row of the state [V, K] meets A [K, K] alone, so a block takes one head's 16 V rows through all segments. Thread (column k, half
-of the contraction) holds 64 entries of column k of A in registers, those of the next segment under way; the rows are broadcast
-from shared memory; the two halves exchange their sums there, and each finishes 8 of the 16 rows.
+A row of the state [V, K] meets A [K, K] alone, so a block takes some V rows of one head, 16 or 8, through all segments. Thread
+(column k, half of the contraction) holds 64 entries of column k of A in registers, those of the next segment under way; the rows
+are broadcast from shared memory; the two halves exchange their sums there, and each finishes half of the rows.
 
 Arguments of the compiled function: work [slots, HV*128*128] fp32, cu_seqlens [N + 1] int32, hv, parts, long_rows, long_length
 int32. Of long row i and segment s, slot 2 (i (parts - 1) + s) holds N and the next one A; N of segment 0 is already the state
@@ -21,16 +21,15 @@ from ..device.prefill_schedule import find_long_row
 from ..device.state_io import row_ptr
 from ..device.warp_ops import load_shared, store_shared
 
-ROWS = 16
 BATCH = HEAD // 2
 THREADS = 2 * HEAD
 
 
 class SegmentStates:
-    """The kernel; it has one specialisation."""
+    """The kernel of one key."""
 
     def __init__(self, key):
-        self.key = key
+        self.key, self.rows = key, key.rows
 
     @cute.jit
     def __call__(
@@ -45,12 +44,14 @@ class SegmentStates:
     ):
         @cute.struct
         class Storage:
-            state: cute.struct.Align[cute.struct.MemRange[Float32, 2 * ROWS * HEAD], 128]  # rows, then sums exchanged
+            state: cute.struct.Align[
+                cute.struct.MemRange[Float32, 2 * self.rows * HEAD], 128
+            ]  # rows, then sums exchanged
 
         self.storage = Storage
         self.kernel.set_name_prefix(self.key.symbol(), remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(mWork, mCu, parts, long_length).launch(
-            grid=[hv, HEAD // ROWS, long_rows],
+            grid=[hv, HEAD // self.rows, long_rows],
             block=[THREADS, 1, 1],
             max_number_threads=[THREADS, 1, 1],
             min_blocks_per_mp=1,
@@ -69,10 +70,10 @@ class SegmentStates:
     @cute.jit
     def compose(self, mWork, parts, thread, head, block, index, buffer):
         column, half = thread % HEAD, thread // HEAD
-        exchange = buffer + ROWS * HEAD * 4
+        exchange = buffer + self.rows * HEAD * 4
         first = 2 * index * (parts - 1)
-        own = ROWS // 2
-        rows = head * STATE_ELEMENTS + (block * ROWS + half * own) * HEAD + column
+        own = self.rows // 2
+        rows = head * STATE_ELEMENTS + (block * self.rows + half * own) * HEAD + column
         matrix = head * STATE_ELEMENTS + half * BATCH * HEAD + column
         mine = buffer + (half * own * HEAD + column) * 4
         state = self.column_of(mWork, first, rows, own)
@@ -84,13 +85,13 @@ class SegmentStates:
             cute.arch.sync_threads()
             following = self.column_of(mWork, cutlass.min(slot + 3, first + 2 * parts - 3), matrix, BATCH)
             added = self.column_of(mWork, slot, rows, own)
-            sums = [Float32(0.0)] * ROWS
+            sums = [Float32(0.0)] * self.rows
             for m in cutlass.range_constexpr(0, BATCH, 4):
-                for v in cutlass.range_constexpr(ROWS):
+                for v in cutlass.range_constexpr(self.rows):
                     old = load_shared(buffer + (v * HEAD + half * BATCH + m) * 4, 4)
                     for e in cutlass.range_constexpr(4):
                         sums[v] = sums[v] + old[e] * entries[m + e]
-            # Rows 8 .. 15 belong to the upper half of the threads: each gives the other its share of the other's rows.
+            # The later rows belong to the upper half of the threads: each gives the other its share of the other's rows.
             for v in cutlass.range_constexpr(own):
                 given = sums[own + v] if half == 0 else sums[v]
                 store_shared(exchange + ((1 - half) * own * HEAD + v * HEAD + column) * 4, given)
@@ -112,7 +113,7 @@ class SegmentStates:
 
 
 def build(key):
-    """Compile the kernel."""
+    """Compile one key."""
     return cute_compile(
         SegmentStates(key), fake_pool(Float32), fake_vector(Int32), *(Int32(1) for _ in range(4)), fake_stream()
     )

@@ -1,10 +1,16 @@
-"""Which form of the GDN prefill block is launched: the one measured faster for so many heads of all rows."""
+"""Which form of GDN prefill is launched: the one measured faster for so many heads of all rows."""
 
 from __future__ import annotations
 
 import pytest
 
-from compact_state.cute_kernels.configs.prefill import MULTIPROCESSORS, slabs_per_block
+from compact_state.cute_kernels.configs.gdn_records import (
+    RECORD_BYTES,
+    WORKSPACE_BYTES,
+    recurrence_slabs,
+    takes_records,
+)
+from compact_state.cute_kernels.configs.prefill import MULTIPROCESSORS, composed_rows, slabs_per_block
 
 
 @pytest.mark.parametrize("heads", [1, 8, 16, 32, 48, 64, MULTIPROCESSORS // 2])
@@ -15,3 +21,29 @@ def test_half_a_head_a_block_where_every_half_has_a_multiprocessor(heads):
 @pytest.mark.parametrize("heads", [MULTIPROCESSORS // 2 + 1, 96, 128, MULTIPROCESSORS, 133, 192, 256, 384, 4096])
 def test_whole_heads_where_halves_would_wait_for_each_other(heads):
     assert slabs_per_block(heads) == 2
+
+
+@pytest.mark.parametrize("rows", [1, 4, 100])
+@pytest.mark.parametrize("heads", [1, 8, 32, 64])
+def test_records_are_made_only_where_they_fit(rows, heads):
+    """The workspace is bounded: calls of many chunks fall back to one launch."""
+    most = WORKSPACE_BYTES // RECORD_BYTES // heads
+    assert not takes_records(most + 1, heads, rows)
+    assert takes_records(1, heads, rows) == takes_records(most, heads, rows)
+
+
+def test_records_are_made_where_the_heads_leave_multiprocessors_idle():
+    assert takes_records(33, 32, 1)
+    assert takes_records(513, 8, 1)
+    assert takes_records(520, 8, 8)
+    assert not takes_records(132, 32, 4)
+
+
+@pytest.mark.parametrize("items", [1, MULTIPROCESSORS // 2])
+def test_the_recurrence_halves_heads_where_every_half_has_a_multiprocessor(items):
+    assert recurrence_slabs(items) == 1
+
+
+@pytest.mark.parametrize("heads", [1, 8, 9, 64])
+def test_more_blocks_compose_the_states_of_few_heads(heads):
+    assert composed_rows(heads) == (8 if heads <= 8 else 16)

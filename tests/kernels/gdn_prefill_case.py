@@ -10,7 +10,17 @@ from prefill_case import check_inputs
 from compact_state.cute_kernels import gdn_launch, gdn_prefill
 from compact_state.cute_kernels.reference.datasets import delta_inputs
 
-PATHS = ("public", "wholes", "halves", "parts", "parts of halves")
+PATHS = (
+    "public",
+    "wholes",
+    "halves",
+    "parts",
+    "parts of halves",
+    "records",
+    "records, halves",
+    "records, parts",
+    "records, parts of halves",
+)
 
 
 def public(*arguments, out=None, **options):
@@ -28,11 +38,18 @@ def chunked(q, k, v, *arguments, out=None, checkpoints=None, scale=None, qk_l2no
 
 RUN = {
     "public": public,
-    "wholes": functools.partial(chunked, slabs=2),
-    "halves": functools.partial(chunked, slabs=1),
-    "parts": functools.partial(chunked, long_length=128, slabs=2),
-    "parts of halves": functools.partial(chunked, long_length=128, slabs=1),
+    **{
+        prefix + name: functools.partial(chunked, records=records, **options)
+        for prefix, records in (("", False), ("records, ", True))
+        for name, options in (
+            ("wholes", {"slabs": 2}),
+            ("halves", {"slabs": 1}),
+            ("parts", {"long_length": 128, "slabs": 2}),
+            ("parts of halves", {"long_length": 128, "slabs": 1}),
+        )
+    },
 }
+RUN["records"] = RUN.pop("records, wholes")
 
 
 def check(lengths, hk=2, hv=4, dataset="randn", path="wholes", **options):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from gdn_prefill_case import PATHS, RUN, chunked, equal_keys, public
 from prefill_case import DTYPES, bits, check_equal_repeats, check_graph_replay, check_neighbours, filled_pool
 
-from compact_state.cute_kernels import Checkpoints
+from compact_state.cute_kernels import Checkpoints, gdn_launch
 from compact_state.cute_kernels.reference.datasets import cu_seqlens, delta_inputs, ids
 
 pytestmark = pytest.mark.gpu
@@ -124,6 +125,77 @@ def test_graph_replay_follows_changed_ids_and_lengths():
     check_graph_replay(public, "gdn")
 
 
+def bits_of(inputs, lengths, slots, dtype, read, write, kept, **options):
+    """Output and pool of one call over `slots` states, as bytes; what no one writes holds the same on every call."""
+    pool = filled_pool(slots, inputs.v.shape[1], dtype, "trained", range(slots))
+    plan = Checkpoints.from_lists(kept, device="cuda") if kept else None
+    out = torch.full(inputs.v.shape, math.nan, dtype=torch.bfloat16, device="cuda")
+    chunked(
+        *inputs.tensors, pool, read, write, cu_seqlens(lengths, device="cuda"), out=out, checkpoints=plan, **options
+    )
+    return bits(out), bits(pool)
+
+
+def check_equal_forms(lengths, dtype, kept=None, hk=2, hv=4, read=None, write=None, **options):
+    """Records first or all in one launch, a whole head a block or half of one: every bit is the same."""
+    n = len(lengths)
+    inputs = delta_inputs("gdn", "trained", sum(lengths), hk, hv, device="cuda", seed=sum(lengths))
+    read = torch.arange(n, dtype=torch.int32, device="cuda") if read is None else read
+    write = read + n if write is None else write
+    slots = 2 * n + sum(len(row) for row in kept or ())
+    arguments = (inputs, lengths, slots, dtype, read, write, kept)
+    expected = bits_of(*arguments, records=False, slabs=2, **options)
+    for slabs in (1, 2):
+        for one, other in zip(bits_of(*arguments, records=True, slabs=slabs, **options), expected):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("long_length", [128, 10**6])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("length", [0, 1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 130, 1000, 8192])
+def test_records_change_no_bit_of_one_row(length, dtype, long_length):
+    check_equal_forms([length], dtype, long_length=long_length)
+
+
+@pytest.mark.parametrize("min_tokens", [0, 17])
+@pytest.mark.parametrize("long_length", [128, 640, 10**6])
+@pytest.mark.parametrize(("hk", "hv"), [(1, 1), (2, 8), (3, 3), (4, 16), (16, 48)])
+def test_records_change_no_bit_of_ragged_rows(hk, hv, long_length, min_tokens):
+    lengths = [640, 64, 0, 1, 130, 3, 16, 17, 700, 0]
+    check_equal_forms(lengths, torch.float32, hk=hk, hv=hv, long_length=long_length, min_tokens=min_tokens)
+
+
+@pytest.mark.parametrize("long_length", [128, 10**6])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_records_change_no_bit_of_kept_states(dtype, long_length):
+    """Checkpoints on and off the grid, at a row's end, twice at one token, out of range, without a slot, and many of them."""
+    every = [(end, 10 + i) for i, end in enumerate(range(5, 700, 7))]
+    kept = [
+        every,
+        [(1, 200), (64, 201), (64, 202), (100, 203), (128, 204)],
+        [(-3, 205), (9, 10**6), (50, 206), (71, 207)],
+    ]
+    check_equal_forms([700, 128, 70, 0, 40], dtype, kept=[*kept, [(0, 208)], [(40, 209)]], long_length=long_length)
+
+
+@pytest.mark.parametrize("long_length", [128, 10**6])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_records_change_no_bit_in_place_and_without_slots(dtype, long_length):
+    in_place = ids(0, 1, 2, 3, device="cuda")
+    check_equal_forms([200, 70, 0, 5], dtype, read=in_place, write=in_place, long_length=long_length)
+    read, write = ids(-1, 8, 2, -(2**31), device="cuda"), ids(1, 0, 10**6, -1, device="cuda")
+    check_equal_forms([200, 70, 5, 300], dtype, read=read, write=write, long_length=long_length)
+
+
+def test_a_call_with_records_is_captured_and_replayed(monkeypatch):
+    monkeypatch.setattr(gdn_launch, "takes_records", lambda *shapes: True)
+    check_graph_replay(public, "gdn")
+
+
+def test_records_give_equal_repeats():
+    check_equal_repeats(functools.partial(chunked, records=True, slabs=1), "gdn", 4, 16, torch.float32)
+
+
 @pytest.mark.parametrize("long_length", [128, 10**6])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_half_a_head_a_block_gives_the_same_bits(dtype, long_length):
@@ -137,7 +209,7 @@ def test_half_a_head_a_block_gives_the_same_bits(dtype, long_length):
     results = []
     for slabs in (1, 2):
         pool = filled_pool(2 * n + 3, hv, dtype, "trained", range(n))
-        options = {"checkpoints": plan, "long_length": long_length, "slabs": slabs}
+        options = {"checkpoints": plan, "long_length": long_length, "slabs": slabs, "records": False}
         results.append((chunked(*inputs.tensors, pool, read, read + n, cu, **options), pool))
     for one, other in zip(*results):
         assert torch.equal(bits(one), bits(other))

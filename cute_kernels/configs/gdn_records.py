@@ -1,0 +1,73 @@
+"""GDN prefill from records: its two kernels' specialisations, and which calls take it.
+
+Budget of one block of the recurrence, shared memory: K, Q 3 x 32 KiB, K' 2 x 16 KiB, vectors 3 x 2.4 KiB; half a head:
+V 4 x 8 KiB, T', P 3 x 16 KiB; a whole one: V 3 x 16 KiB, T', P 2 x 16 KiB.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..compile.manifest import Entry, ResourceBudget
+from .prefill import MULTIPROCESSORS, StateDtype
+
+RECORD_BYTES = 18_048  # T', P and the vectors of one chunk and value head, see device/gdn_records.py
+WORKSPACE_BYTES = 1 << 29  # most that a call may take for records
+CHUNK_US = {1: 1.2, 2: 1.7}  # of the recurrence, of a block with half a head and with a whole one
+
+
+@dataclass(frozen=True)
+class GdnRecordsKey:
+    """The kernel that makes records; one specialisation."""
+
+    def symbol(self) -> str:
+        """C identifier of this specialisation."""
+        return "gdn_records"
+
+
+@dataclass(frozen=True)
+class GdnRecurrenceKey:
+    """Everything that changes the code of `kernels/gdn_recurrence.py`; attributes as in `GdnPrefillKey`."""
+
+    state_dtype: StateDtype = "float32"
+    transition: bool = False
+    slabs: Literal[1, 2] = 2
+
+    def symbol(self) -> str:
+        """C identifier of this specialisation."""
+        state = "f32" if self.state_dtype == "float32" else "bf16"
+        kind = "recurrence_transition" if self.transition else "recurrence"
+        return f"gdn_{kind}_{state}{'_half' if self.slabs == 1 else ''}"
+
+
+def takes_records(slots: int, heads: int, rows: int) -> bool:
+    """Whether a call of so many rows makes records first; a function of shapes alone, both forms give the same bits.
+
+    It pays while every half of a head has a multiprocessor: 64 heads of all rows end in 0.75 of the time of one launch, 128 in
+    1.0 to 1.1 of it. Rows in parts count once: their records serve the transitions too.
+
+    slots: chunk slots of a head. heads: value heads.
+    """
+    return slots * heads * RECORD_BYTES <= WORKSPACE_BYTES and 2 * rows * heads <= MULTIPROCESSORS
+
+
+def recurrence_slabs(items: int) -> Literal[1, 2]:
+    """Half a head a block where that ends sooner for so many items of whole heads; a function of shapes alone."""
+    halves, wholes = (-(-items * n // MULTIPROCESSORS) * CHUNK_US[3 - n] for n in (2, 1))
+    return 1 if halves < wholes else 2
+
+
+def shipped() -> list[Entry]:
+    """The specialisations built ahead of time."""
+    chunks = [
+        Entry(
+            "gdn_recurrence",
+            GdnRecurrenceKey(state, transition, slabs),
+            ResourceBudget(max_registers=255 if slabs == 1 else 168),
+        )
+        for state in ("float32", "bfloat16")
+        for transition in (False, True)
+        for slabs in (1, 2)
+    ]
+    return [Entry("gdn_records", GdnRecordsKey(), ResourceBudget(max_registers=168)), *chunks]

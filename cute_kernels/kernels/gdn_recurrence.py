@@ -1,0 +1,584 @@
+"""GDN prefill from records: the serial chain over chunks, for sequences and heads that do not fill the chip.
+
+`kernels/gdn_records.py` has made T', P and the vectors of every chunk, so a block spends its multiprocessor on the state alone.
+Mathematics, items, segments of long rows and bits are those of `kernels/gdn_prefill.py`. A block of two or three warpgroups stays
+on its multiprocessor and takes one (sequence, value head), or half of one (`slabs` = 1), after another:
+
+    state x slabs    64 V rows each (`device/prefill_state.py`): S K^T and S Q^T are issued together, X is found behind the
+                     second; then V', V' P^T and the update, behind which the output is stored over the chunk's V tile
+    data: producer   items, chunk list, TMA of K, Q, V, bulk loads of records
+    data: keys x 2   K' = r_j 2^(G_C - G_j) k_j; rows of a short chunk beyond its end are zeroed in K and V
+    data: output     finished rows to global memory
+
+Rings: *inputs* (K, Q, vectors; T', P of half a head; three deep) are full by TMA and seen by the key warps alone; these publish
+*ready* (K', two deep, with T', P of a whole head), after which everything of the chunk but V is there for the state: one wait
+a chunk and one for V. The state releases both. V stages carry a record of their own for the output warp, which frees them.
+
+Arguments of the compiled function, in order: q, k, v, pool, read_ids, write_ids, cu_seqlens, checkpoint_cu, checkpoint_ends,
+checkpoint_slots, out, work as in `kernels/gdn_prefill.py`, and
+    records [slots * HV, RECORD_BYTES / 4]   int32
+    hk, hv, num_slots, has_checkpoints, min_tokens, long_rows, long_length, parts   int32
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float16, Float32, Int32, Uint32
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+
+from ..compile.cache import cute_compile
+from ..compile.fake import fake_ids, fake_matrix, fake_pool, fake_rows, fake_stream, fake_vector
+from ..configs.gdn_records import RECORD_BYTES
+from ..device.gdn_records import (
+    KEPT_BYTES,
+    KEPT_VECTOR,
+    P_OFFSET,
+    VECTOR_OFFSET,
+    record_address,
+    slot_of_position,
+)
+from ..device.prefill_gdn_rows import (
+    DECAY,
+    O_FACTOR,
+    REST,
+    VECTOR_BYTES,
+    X_FACTOR,
+    copy_output_rows,
+    rewrite_update_operand,
+    store_output_rows,
+    zero_rows,
+)
+from ..device.prefill_layout import (
+    CHUNK,
+    HEAD,
+    INPUT_STAGES,
+    OPERAND_BYTES,
+    RECORD_WORDS,
+    TILE_BYTES,
+    WORK_STAGES,
+    Field,
+    Flag,
+)
+from ..device.prefill_schedule import find_work, next_chunk, next_row
+from ..device.prefill_state import (
+    as_left_operand,
+    contract,
+    identity_state,
+    load_state,
+    load_values,
+    output_words,
+    prefetch_state,
+    scale_columns,
+    scale_state,
+    state_mma,
+    store_output_tile,
+    store_state,
+)
+from ..device.prefill_sync import Bundle, Ring, advance, read_record, write_record
+from ..device.warp_ops import load_shared, pick, store_shared, unpack_bf16
+
+REGISTERS = {2: (224, 56), 1: (248, 104)}  # a thread of state and data
+VALUE_STAGES = {2: 3, 1: 4}
+PAIR_STAGES = {2: WORK_STAGES, 1: INPUT_STAGES}  # T', P: with K' of a whole head, with K and Q of half a head
+BLOCKS = {2: 132, 1: 66}  # heads at work at once
+WORK_LIMIT = 1 << 30  # every slot of the workspace is a slot
+
+
+class GdnRecurrence:
+    """The kernel of one key."""
+
+    def __init__(self, key):
+        self.key, self.slabs = key, key.slabs
+        self.threads = 128 * (key.slabs + 1)
+        self.value_bytes = key.slabs * TILE_BYTES
+        # Without queries the transition loads neither Q nor P.
+        self.input_bytes = OPERAND_BYTES * (1 if key.transition else 2) + KEPT_BYTES
+        self.pair_bytes = TILE_BYTES * (1 if key.transition else 2)
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mPool: cute.Tensor,
+        mReadIds: cute.Tensor,
+        mWriteIds: cute.Tensor,
+        mCuSeqlens: cute.Tensor,
+        mKeptCu: cute.Tensor,
+        mKeptEnds: cute.Tensor,
+        mKeptSlots: cute.Tensor,
+        mOut: cute.Tensor,
+        mWork: cute.Tensor,
+        mRecords: cute.Tensor,
+        hk: Int32,
+        hv: Int32,
+        num_slots: Int32,
+        has_checkpoints: Int32,
+        min_tokens: Int32,
+        long_rows: Int32,
+        long_length: Int32,
+        parts: Int32,
+        stream,
+    ):
+        slabs = self.slabs
+        k_atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
+        h_atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Float16)
+        input_layout = cute.tile_to_shape(k_atom, (CHUNK, HEAD, INPUT_STAGES), order=(0, 1, 2))
+        update_layout = cute.tile_to_shape(h_atom, (CHUNK, HEAD, WORK_STAGES), order=(0, 1, 2))
+        pair_layout = cute.tile_to_shape(h_atom, (CHUNK, CHUNK, PAIR_STAGES[slabs]), order=(0, 1, 2))
+        width = 64 * slabs
+        value_layout = cute.tile_to_shape(k_atom, (CHUNK, width, VALUE_STAGES[slabs]), order=(0, 1, 2))
+        box = cute.slice_(input_layout, (None, None, 0))
+        value_box = cute.slice_(value_layout, (None, None, 0))
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        tma_q, gQ = cpasync.make_tiled_tma_atom(load, mQ, box, (CHUNK, HEAD))
+        tma_k, gK = cpasync.make_tiled_tma_atom(load, mK, box, (CHUNK, HEAD))
+        tma_v, gV = cpasync.make_tiled_tma_atom(load, mV, value_box, (CHUNK, width))
+        tma_out, gOut = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), mOut, value_box, (CHUNK, width))
+        k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
+        read_mma = state_mma(BFloat16, CHUNK, k_major, slabs)
+        token_mma = state_mma(Float16, CHUNK, k_major, slabs)
+        update_mma = state_mma(Float16, HEAD, mn_major, slabs)
+
+        @cute.struct
+        class Storage:
+            barriers: cute.struct.MemRange[cutlass.Int64, 2 * (INPUT_STAGES + WORK_STAGES + 2 * VALUE_STAGES[slabs])]
+            records: cute.struct.Align[cute.struct.MemRange[Int32, INPUT_STAGES * RECORD_WORDS], 16]
+            outputs: cute.struct.Align[cute.struct.MemRange[Int32, VALUE_STAGES[slabs] * 4], 16]
+            vectors: cute.struct.Align[cute.struct.MemRange[Float32, INPUT_STAGES * VECTOR_BYTES // 4], 128]
+            sK: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(input_layout)], 1024]
+            sQ: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(input_layout)], 1024]
+            sV: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(value_layout)], 1024]
+            sU: cute.struct.Align[cute.struct.MemRange[Float16, cute.cosize(update_layout)], 1024]
+            sT: cute.struct.Align[cute.struct.MemRange[Float16, cute.cosize(pair_layout)], 1024]
+            sP: cute.struct.Align[cute.struct.MemRange[Float16, cute.cosize(pair_layout)], 1024]
+
+        self.storage = Storage
+        items = hv * self.groups(cute.size(mReadIds), long_rows, parts)
+        self.kernel.set_name_prefix(self.key.symbol(), remove_cutlass_symbol=True, keep_mangled_name=False)
+        self.kernel(
+            tma_q, gQ, tma_k, gK, tma_v, gV, tma_out, gOut, mPool, mReadIds, mWriteIds, mCuSeqlens, mKeptCu, mKeptEnds,
+            mKeptSlots, mOut, mWork, mRecords, hk, hv, num_slots, has_checkpoints, min_tokens, long_rows, long_length, parts,
+            read_mma, token_mma, update_mma, input_layout, value_layout, update_layout, pair_layout,
+        ).launch(
+            grid=[(3 - slabs) * cutlass.min(items, Int32(BLOCKS[slabs])), 1, 1],
+            block=[self.threads, 1, 1],
+            max_number_threads=[self.threads, 1, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
+        )  # fmt: skip
+
+    def groups(self, rows, long_rows, parts):
+        """Items a head: one for each segment of a long row (in a transition launch, one for each state to find), one a row."""
+        if self.key.transition:
+            return long_rows * (2 * parts - 3)
+        return long_rows * parts + rows
+
+    @cute.kernel
+    def kernel(
+        self,
+        tma_q: cute.CopyAtom,
+        gQ: cute.Tensor,
+        tma_k: cute.CopyAtom,
+        gK: cute.Tensor,
+        tma_v: cute.CopyAtom,
+        gV: cute.Tensor,
+        tma_out: cute.CopyAtom,
+        gOut: cute.Tensor,
+        mPool: cute.Tensor,
+        mReadIds: cute.Tensor,
+        mWriteIds: cute.Tensor,
+        mCuSeqlens: cute.Tensor,
+        mKeptCu: cute.Tensor,
+        mKeptEnds: cute.Tensor,
+        mKeptSlots: cute.Tensor,
+        mOut: cute.Tensor,
+        mWork: cute.Tensor,
+        mRecords: cute.Tensor,
+        hk: Int32,
+        hv: Int32,
+        num_slots: Int32,
+        has_checkpoints: Int32,
+        min_tokens: Int32,
+        long_rows: Int32,
+        long_length: Int32,
+        parts: Int32,
+        read_mma: cute.TiledMma,
+        token_mma: cute.TiledMma,
+        update_mma: cute.TiledMma,
+        input_layout: cute.ComposedLayout,
+        value_layout: cute.ComposedLayout,
+        update_layout: cute.ComposedLayout,
+        pair_layout: cute.ComposedLayout,
+    ):
+        slabs = self.slabs
+        tidx, _, _ = cute.arch.thread_idx()
+        item, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        storage = cutlass.utils.SmemAllocator().allocate(self.storage)
+        sK = storage.sK.get_tensor(input_layout.outer, swizzle=input_layout.inner)
+        sQ = storage.sQ.get_tensor(input_layout.outer, swizzle=input_layout.inner)
+        sV = storage.sV.get_tensor(value_layout.outer, swizzle=value_layout.inner)
+        sU = storage.sU.get_tensor(update_layout.outer, swizzle=update_layout.inner)
+        sT = storage.sT.get_tensor(pair_layout.outer, swizzle=pair_layout.inner)
+        sP = storage.sP.get_tensor(pair_layout.outer, swizzle=pair_layout.inner)
+        shared = self.bundle(storage)
+        if tidx == 0:
+            for ring in shared.rings:
+                ring.initialise()
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        warp = cute.arch.make_warp_uniform(tidx // 32)
+        lane = tidx % 32
+        group = cute.arch.make_warp_uniform(tidx // 128)
+        slab = Int32(0)  # of the block's first state warpgroup
+        if cutlass.const_expr(slabs == 1):
+            slab, item = item % 2, item // 2
+        state, data = REGISTERS[slabs]
+        if group < slabs:
+            cute.arch.setmaxregister_increase(state)
+            self.run_state(
+                shared, tidx, warp % 4, lane, group, slab, mPool, mWork, num_slots, sK, sQ, sU, sT, sP, read_mma, token_mma,
+                update_mma,
+            )  # fmt: skip
+        else:
+            cute.arch.setmaxregister_decrease(data)
+            if warp == 4 * slabs:
+                self.run_producer(
+                    shared, item, hv * self.groups(cute.size(mReadIds), long_rows, parts), blocks // (3 - slabs), slab, lane,
+                    tma_q, gQ, tma_k, gK, tma_v, gV, sQ, sK, sV, mPool, mReadIds, mWriteIds, mCuSeqlens, mKeptCu, mKeptEnds,
+                    mKeptSlots, mRecords, hk, hv, num_slots, has_checkpoints, min_tokens, long_rows, long_length, parts,
+                )  # fmt: skip
+            elif warp < 4 * slabs + 3:
+                self.run_keys(shared, 32 * (warp - 4 * slabs - 1), lane)
+            else:
+                if cutlass.const_expr(not self.key.transition):
+                    self.run_output(shared, lane, tma_out, gOut, sV, mOut)
+
+    def bundle(self, storage):
+        """Barriers and shared addresses of the block. Arrivals are one per warp, or one for a bulk load."""
+        barriers = storage.barriers.data_ptr()
+        rings, used = [], 0
+        state, value_stages = 4 * self.slabs, VALUE_STAGES[self.slabs]
+        for stages, producers, consumers in (
+            (INPUT_STAGES, 1, state),  # K, Q, vectors, chunk record; T', P of half a head
+            (WORK_STAGES, 2 if self.slabs == 1 else 3, state),  # K'; T', P of a whole head
+            (value_stages, 1, state if self.key.transition else 1),  # V, empty when its output has gone
+            (value_stages, state, 1),  # output, full only
+        ):
+            rings.append(Ring(barriers + used, stages, producers, consumers))
+            used += 2 * stages
+        inputs, ready, v, output = rings
+        return Bundle(
+            rings=rings, inputs=inputs, ready=ready, v=v, output=output,
+            records=storage.records.data_ptr().toint(),
+            outputs=storage.outputs.data_ptr().toint(),
+            vector_base=storage.vectors.data_ptr().toint(),
+            k_base=storage.sK.data_ptr().toint(),
+            v_base=storage.sV.data_ptr().toint(),
+            u_base=storage.sU.data_ptr().toint(),
+            t_base=storage.sT.data_ptr().toint(),
+            p_base=storage.sP.data_ptr().toint(),
+        )  # fmt: skip
+
+    @cute.jit
+    def run_producer(
+        self, shared, item, items, step, slab, lane, tma_q, gQ, tma_k, gK, tma_v, gV, sQ, sK, sV, mPool, mReadIds, mWriteIds,
+        mCuSeqlens, mKeptCu, mKeptEnds, mKeptSlots, mRecords, hk, hv, num_slots, has_checkpoints, min_tokens, long_rows,
+        long_length, parts,
+    ):  # fmt: skip
+        """Walk the block's items, every `step`-th one, and the chunk list of each: chunk records and loads."""
+        value_stages = VALUE_STAGES[self.slabs]
+        stage, parity, work, work_parity = Int32(0), Int32(0), Int32(0), Int32(0)
+        stage_v, parity_v = Int32(0), Int32(0)
+        before, max_tokens = Int32(0), Int32(WORK_LIMIT)
+        if cutlass.const_expr(self.key.transition):
+            before = items  # all items are segments
+        elif long_rows > 0:
+            before, max_tokens = long_rows * parts, long_length
+        length_class, base, seen = Int32(0), Int32(0), Int32(0)
+        while item < items:
+            group = item // hv
+            row = Int32(-1)
+            if group >= before:
+                row, length_class, base, seen = next_row(
+                    group - before,
+                    mCuSeqlens,
+                    cute.size(mReadIds),
+                    min_tokens,
+                    max_tokens,
+                    length_class,
+                    base,
+                    seen,
+                    lane,
+                )
+            flags, sequence, position, stop, read, write, last_flag = (
+                Int32(int(Flag.STOP)),
+                row,
+                *(Int32(0) for _ in range(5)),
+            )
+            if (group < before) | (row >= 0):
+                flags, sequence, position, stop, read, write, last_flag = find_work(
+                    group, row, lane, mReadIds, mWriteIds, mCuSeqlens, long_length, parts, self.key.transition
+                )
+            head = item % hv
+            entry, entry_end, start, slot = Int32(0), Int32(0), Int32(0), Int32(0)
+            if (flags & Flag.STOP) == 0:
+                if (flags & Flag.WORKSPACE) == 0:
+                    prefetch_state(mPool, read, num_slots, head, 64 * slab, 64 * self.slabs)
+                start = mCuSeqlens[sequence]
+                slot = slot_of_position(
+                    mCuSeqlens, mKeptCu, mKeptEnds, mKeptSlots, num_slots, has_checkpoints, sequence, position, lane
+                )
+                if has_checkpoints != 0:
+                    entry = mKeptCu[sequence]
+                    entry_end = mKeptCu[sequence + 1]
+            k_column = head // (hv // hk) * HEAD
+            while (flags & Flag.STOP) == 0:
+                end, kept, entry = next_chunk(position, stop, entry, entry_end, mKeptEnds, mKeptSlots, num_slots)
+                token = start + position
+                count = end - position
+                last = end == stop
+                flags = flags | last_flag if last else flags
+                source = record_address(mRecords, slot, hv, head)
+                shared.inputs.wait_empty(stage, parity)
+                with cute.arch.elect_one():
+                    write_record(shared.records, stage, [token, count, flags, head, read, write, kept, sequence])
+                full = shared.inputs.full + stage
+                shared.inputs.expect(stage, self.input_bytes + (self.pair_bytes if self.slabs == 1 else 0))
+                self.load_tile(tma_k, gK, sK, token, k_column, stage, full)
+                vector = shared.vector_base + stage * VECTOR_BYTES + KEPT_VECTOR
+                self.bulk_load(vector, source + VECTOR_OFFSET, KEPT_BYTES, full)
+                if cutlass.const_expr(self.slabs == 1):
+                    self.load_pairs(shared, source, stage, full)
+                if cutlass.const_expr(not self.key.transition):
+                    self.load_tile(tma_q, gQ, sQ, token, k_column, stage, full)
+                self.load_v(shared, tma_v, gV, sV, token, head * HEAD + slab * 64, count, stage_v, parity_v)
+                stage_v, parity_v = advance(stage_v, parity_v, value_stages)
+                # What is freed last is loaded last: T', P of a whole head have one stage less than K, Q and V.
+                if cutlass.const_expr(self.slabs == 2):
+                    shared.ready.wait_empty(work, work_parity)
+                    shared.ready.expect(work, self.pair_bytes)
+                    self.load_pairs(shared, source, work, shared.ready.full + work)
+                    work, work_parity = advance(work, work_parity, WORK_STAGES)
+                stage, parity = advance(stage, parity, INPUT_STAGES)
+                position = end
+                slot += 1
+                flags = Int32(int(Flag.STOP)) if last else flags & Flag.IDENTITY
+            # Behind the last row with work there is none.
+            item = item + step if (group < before) | (row >= 0) else items
+        shared.v.wait_empty(stage_v, parity_v)
+        shared.inputs.wait_empty(stage, parity)
+        if cutlass.const_expr(self.slabs == 2):
+            shared.ready.wait_empty(work, work_parity)
+            shared.ready.publish(work)
+        with cute.arch.elect_one():
+            store_shared(shared.outputs + stage_v * 16, Int32(0), Int32(0), Int32(-1), Int32(0))
+            write_record(shared.records, stage, [Int32(0), Int32(0), Int32(int(Flag.STOP)), *[Int32(-1)] * 5])
+        shared.inputs.publish(stage)
+
+    @cute.jit
+    def load_v(self, shared, tma_v, gV, sV, token, column, count, stage, parity):
+        """Load a V tile once its stage is free, and note where its output goes."""
+        shared.v.wait_empty(stage, parity)
+        with cute.arch.elect_one():
+            store_shared(shared.outputs + stage * 16, token, column, count, Int32(0))
+        shared.v.expect(stage, self.value_bytes)
+        self.load_tile(tma_v, gV, sV, token, column, stage, shared.v.full + stage, 64 * self.slabs)
+
+    @cute.jit
+    def load_tile(self, tma, gX, sX, token, column, stage, full, width: cutlass.Constexpr = HEAD):
+        """Start the TMA load of a tile of gX, 64 rows from (token, column) on, into a stage."""
+        tile = cute.local_tile(cute.domain_offset((token, column), gX), (CHUNK, width), (0, 0))
+        one = cute.make_layout(1)
+        target, source = cpasync.tma_partition(tma, 0, one, cute.group_modes(sX, 0, 2), cute.group_modes(tile, 0, 2))
+        cute.copy(tma, source, target[None, stage], tma_bar_ptr=full)
+
+    def load_pairs(self, shared, source, stage, full):
+        """Start the loads of T' and P of a record into a stage."""
+        self.bulk_load(shared.t_base + stage * TILE_BYTES, source, TILE_BYTES, full)
+        if not self.key.transition:
+            self.bulk_load(shared.p_base + stage * TILE_BYTES, source + P_OFFSET, TILE_BYTES, full)
+
+    def bulk_load(self, target, source, size, full):
+        """Start a bulk copy of `size` bytes from a global to a shared address; one lane."""
+        with cute.arch.elect_one():
+            cute.arch.inline_ptx(
+                "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+                read_only_args=[target, source, Int32(size), full.toint()],
+            )
+
+    @cute.jit
+    def run_keys(self, shared, first, lane):
+        """K' of 32 key rows from `first` on of every chunk."""
+        stage, parity, work, work_parity = Int32(0), Int32(0), Int32(0), Int32(0)
+        stage_v, parity_v = Int32(0), Int32(0)
+        shared.inputs.wait_full(stage, parity)
+        record = read_record(shared.records, stage)
+        while (record[Field.FLAGS] & Flag.STOP) == 0:
+            count = record[Field.COUNT]
+            k_tile = shared.k_base + stage * OPERAND_BYTES
+            if count < CHUNK:
+                zero_rows(k_tile, first, 32, count, lane)
+                shared.v.wait_full(stage_v, parity_v)
+                zero_rows(shared.v_base + stage_v * self.value_bytes, first, 32, count, lane, self.slabs)
+            factor = load_shared(shared.vector_base + stage * VECTOR_BYTES + REST + (first + lane) * 4, 1)
+            shared.ready.wait_empty(work, work_parity)
+            rewrite_update_operand(k_tile, shared.u_base + work * OPERAND_BYTES, first, 32, lane, factor)
+            shared.ready.publish_to_async(work)
+            stage, parity = advance(stage, parity, INPUT_STAGES)
+            stage_v, parity_v = advance(stage_v, parity_v, VALUE_STAGES[self.slabs])
+            work, work_parity = advance(work, work_parity, WORK_STAGES)
+            shared.inputs.wait_full(stage, parity)
+            record = read_record(shared.records, stage)
+        shared.ready.wait_empty(work, work_parity)
+        shared.ready.publish(work)
+
+    @cute.jit
+    def run_output(self, shared, lane, tma_out, gOut, sV, mOut):
+        """Finished output rows of every chunk to global memory."""
+        stage, parity = Int32(0), Int32(0)
+        shared.output.wait_full(stage, parity)
+        token, column, count = self.read_output(shared, stage)
+        while count >= 0:
+            cute.arch.fence_view_async_shared()
+            if count == CHUNK:
+                store_output_rows(tma_out, gOut, sV, self.slabs, token, column, stage)
+            else:
+                copy_output_rows(shared.v_base + stage * self.value_bytes, self.slabs, mOut, token, count, column, lane)
+                cute.arch.fence_view_async_shared()
+            shared.v.release(stage)
+            stage, parity = advance(stage, parity, VALUE_STAGES[self.slabs])
+            shared.output.wait_full(stage, parity)
+            token, column, count = self.read_output(shared, stage)
+
+    def read_output(self, shared, stage):
+        """(token, column, count) of a V stage's output; count -1 at the end."""
+        words = load_shared(shared.outputs + stage * 16, 4, Int32)
+        return [cute.arch.make_warp_uniform(word) for word in words[:3]]
+
+    @cute.jit
+    def run_state(
+        self, shared, tidx, warp, lane, group, slab, mPool, mWork, num_slots, sK, sQ, sU, sT, sP, read_mma, token_mma, update_mma
+    ):  # fmt: skip
+        """The serial chain: one slab of S across all chunks of the block."""
+        by_read, by_token, by_update = (mma.get_slice(tidx) for mma in (read_mma, token_mma, update_mma))
+        swapped = cute.make_tensor(sU.iterator, cute.select(sU.layout, [1, 0, 2]))
+        right_k = read_mma.make_fragment_B(by_read.partition_B(sK))
+        right_q = read_mma.make_fragment_B(by_read.partition_B(sQ))
+        right_t = token_mma.make_fragment_B(by_token.partition_B(sT))
+        right_p = token_mma.make_fragment_B(by_token.partition_B(sP))
+        right_u = update_mma.make_fragment_B(by_update.partition_B(swapped))
+        read_shape = by_read.partition_shape_A((self.slabs * 64, HEAD))
+        token_shape = by_token.partition_shape_A((self.slabs * 64, CHUNK))
+        S = cute.make_rmem_tensor(by_update.partition_shape_C((self.slabs * 64, HEAD)), Float32)
+        Y = cute.make_rmem_tensor(by_read.partition_shape_C((self.slabs * 64, CHUNK)), Float32)
+        O = cute.make_rmem_tensor(by_read.partition_shape_C((self.slabs * 64, CHUNK)), Float32)
+        row = (slab + group) * 64 + warp * 16 + (lane >> 2)
+        own_values = shared.v_base + group * TILE_BYTES
+        column = 2 * (lane & 3)
+        stage, work, work_parity = Int32(0), Int32(0), Int32(0)
+        stage_v, parity_v = Int32(0), Int32(0)
+        S.fill(0.0)
+        shared.ready.wait_full(work, work_parity)
+        record = read_record(shared.records, stage)
+        while (record[Field.FLAGS] & Flag.STOP) == 0:
+            flags, head = record[Field.FLAGS], record[Field.HEAD]
+            vector = shared.vector_base + stage * VECTOR_BYTES
+            tile = own_values + stage_v * self.value_bytes
+            pair = stage if cutlass.const_expr(self.slabs == 1) else work
+            if (flags & Flag.FIRST) != 0:
+                self.start_state(S, mPool, mWork, record, num_slots, row, column)
+            shared.v.wait_full(stage_v, parity_v)
+            left_s = as_left_operand(S, read_shape, BFloat16)
+            warpgroup.fence()
+            contract(read_mma, Y, left_s, right_k, stage, HEAD // 16, False)
+            warpgroup.commit_group()
+            if cutlass.const_expr(not self.key.transition):
+                contract(read_mma, O, left_s, right_q, stage, HEAD // 16, False)
+                warpgroup.commit_group()
+            values = load_values(tile, vector + X_FACTOR, warp, lane)
+            decay = load_shared(vector + DECAY, 1)
+            warpgroup.wait_group(0 if self.key.transition else 1)
+            self.subtract(Y, values, (flags & Flag.IDENTITY) != 0)
+            left_x = as_left_operand(Y, token_shape, Float16)
+            warpgroup.fence()
+            contract(token_mma, Y, left_x, right_t, pair, CHUNK // 16, False)
+            warpgroup.commit_group()
+            scale_state(S, decay)
+            if cutlass.const_expr(not self.key.transition):
+                warpgroup.wait_group(1)
+                scale_columns(O, vector + O_FACTOR, lane)
+            warpgroup.wait_group(0)
+            left_v = as_left_operand(Y, token_shape, Float16)
+            warpgroup.fence()
+            if cutlass.const_expr(not self.key.transition):
+                contract(token_mma, O, left_v, right_p, pair, CHUNK // 16, True)
+                warpgroup.commit_group()
+            contract(update_mma, S, left_v, right_u, work, CHUNK // 16, True)
+            warpgroup.commit_group()
+            if cutlass.const_expr(self.key.transition):
+                shared.v.release(stage_v)
+            else:
+                # The output is stored while the update runs.
+                warpgroup.wait_group(1)
+                store_output_tile(output_words(O), Int32(1), tile, warp, lane)
+                shared.output.publish(stage_v)
+            warpgroup.wait_group(0)
+            shared.inputs.release(stage)
+            shared.ready.release(work)
+            if cutlass.const_expr(self.key.transition):
+                if (flags & Flag.LAST) != 0:
+                    store_state(S, mWork, record[Field.WRITE], Int32(WORK_LIMIT), head, row, column)
+            else:
+                store_state(S, mPool, record[Field.CHECKPOINT], num_slots, head, row, column)
+                if (flags & Flag.LAST) != 0:
+                    store_state(S, mPool, record[Field.WRITE], num_slots, head, row, column)
+            stage, _ = advance(stage, Int32(0), INPUT_STAGES)
+            stage_v, parity_v = advance(stage_v, parity_v, VALUE_STAGES[self.slabs])
+            work, work_parity = advance(work, work_parity, WORK_STAGES)
+            shared.ready.wait_full(work, work_parity)
+            record = read_record(shared.records, stage)
+        if cutlass.const_expr(not self.key.transition):
+            shared.output.publish(stage_v)
+
+    def subtract(self, Y, values, identity):
+        """Y <- V^T - factor Y; without V where the state starts as the identity. V is zero beyond a short chunk's end."""
+        words, factors = values
+        for n in range(8):
+            for r in range(2):
+                word = words[n // 2][2 * (n % 2) + r]
+                if self.key.transition:
+                    word = pick(identity, Uint32(0), word)
+                v = unpack_bf16(word)
+                for e in range(2):
+                    i = 4 * n + 2 * r + e
+                    Y[i] = v[e] - factors[n][e] * Y[i]
+
+    @cute.jit
+    def start_state(self, S, mPool, mWork, record, num_slots, row, column):
+        """The state before a block's first chunk: from the pool, from the workspace, or the identity."""
+        head, slot, flags = record[Field.HEAD], record[Field.READ], record[Field.FLAGS]
+        if cutlass.const_expr(self.key.transition):
+            load_state(S, mPool, slot, num_slots, head, row, column)
+            if (flags & Flag.KEEP_START) != 0:
+                store_state(S, mWork, record[Field.WRITE] + 1, Int32(WORK_LIMIT), head, row, column)
+            if (flags & Flag.IDENTITY) != 0:
+                identity_state(S, row, column)
+        elif (flags & Flag.WORKSPACE) != 0:
+            load_state(S, mWork, slot, Int32(WORK_LIMIT), head, row, column)
+        else:
+            load_state(S, mPool, slot, num_slots, head, row, column)
+
+
+def build(key):
+    """Compile one key."""
+    state = Float32 if key.state_dtype == "float32" else BFloat16
+    tokens, rows, entries = cute.sym_int(), cute.sym_int(), cute.sym_int()
+    q, k, v, out = (fake_rows(BFloat16, tokens) for _ in range(4))
+    cu, kept_cu = (fake_vector(Int32) for _ in range(2))
+    return cute_compile(
+        GdnRecurrence(key), q, k, v, fake_pool(state), fake_ids(rows, Int32), fake_ids(rows, Int32), cu, kept_cu,
+        fake_vector(Int32, entries), fake_vector(Int32, entries), out, fake_pool(Float32),
+        fake_matrix(Int32, columns=RECORD_BYTES // 4), *(Int32(1) for _ in range(8)), fake_stream(),
+    )  # fmt: skip
