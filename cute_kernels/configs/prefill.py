@@ -2,7 +2,7 @@
 
 Budget of one GDN block (one sequence and value head, or half of one; one block a multiprocessor):
 
-    registers   whole head, 512 threads: 2 state warpgroups x 176, pairs 104, data 56 = 512, the whole file
+    registers   whole head, 512 threads: 2 state warpgroups x 176, pairs 96, data 64 = 512, the whole file
                 half of one, 640 threads: state 176, 2 pairs x 96, 2 data x 56 = 480, 96 a thread at the start
     shared      K, Q 3 x 16 KiB, V 3 x 16 KiB (8 for half a head), K' 2 x 16 KiB, T', P 2 x 8 KiB, work matrix 9 KiB a pairs
                 warpgroup, vectors 3 x 2.4 KiB; output over V
@@ -27,7 +27,7 @@ class GdnPrefillKey:
         transition: the launch that finds what segments of long rows do to a state.
         slabs: state warpgroups of a block, 64 V rows each: 2 is a whole head, 1 half of one. Both give the same bits.
         debug: "" in shipped kernels. "bounded": a wait that lasts too long ends its warp; "profile": cycles waited are added
-            up. Both write to the tensor passed as checkpoint slots, which then holds 16 words for each of 16 warps.
+            up. Both write to the tensor passed as checkpoint slots, which then holds 18 words a warp.
     """
 
     state_dtype: StateDtype = "float32"

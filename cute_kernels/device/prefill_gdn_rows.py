@@ -16,6 +16,7 @@ from cutlass import Float32, Int32, Uint32
 from cutlass.cute.nvgpu import cpasync
 
 from .arith import sigmoid
+from .prefill_gdn_inverse import merge_solved
 from .prefill_layout import CHUNK, HEAD, INPUT_STAGES, OPERAND_BYTES, TILE_BYTES, WORK_STAGES, Field, Flag
 from .prefill_sync import advance, read_record
 from .state_io import row_ptr
@@ -38,6 +39,17 @@ def load_scalars(mX: cute.Tensor, token: Int32, count: Int32, head: Int32, lane:
             one = cute.make_tensor(row_ptr(mX, token + i, head, mX.element_type.width // 8), cute.make_layout(1))
             values[half] = Float32(one[0])
     return [values[0], values[1]]
+
+
+@cute.jit
+def prefetch_scalars(tensors, token: Int32, count: Int32, head: Int32, lane: Int32):
+    """What `load_scalars` would read of each, on its way to L2."""
+    for half in cutlass.range_constexpr(2):
+        i = lane + 32 * half
+        if i < count:
+            for mX in tensors:
+                address = row_ptr(mX, token + i, head, mX.element_type.width // 8).toint()
+                cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address])
 
 
 @cute.jit
@@ -213,9 +225,21 @@ def run_gates(shared, mA: cute.Tensor, mB: cute.Tensor, mALog: cute.Tensor, mDtB
 
 
 @cute.jit
-def run_keys(shared, first, rows: cutlass.Constexpr, query, query_rows: cutlass.Constexpr, lane, l2norm, scale):
-    """K' of key rows `first .. first + rows - 1` of every chunk, and vectors of `query_rows` query rows from `query` on."""
-    stage, parity, work, work_parity = Int32(0), Int32(0), Int32(0), Int32(0)
+def run_keys(
+    shared,
+    first,
+    rows: cutlass.Constexpr,
+    query,
+    query_rows: cutlass.Constexpr,
+    columns: cutlass.Constexpr,
+    column,
+    lane,
+    l2norm,
+    scale,
+):
+    """K' of key rows `first .. first + rows - 1` of every chunk, vectors of `query_rows` query rows from `query` on, block column
+    `column` of T' where it is in the range of `columns`."""
+    stage, parity, work, work_parity = (Int32(0) for _ in range(4))
     shared.inputs.wait_full(stage, parity)
     record = read_record(shared.records, stage)
     while (record[Field.FLAGS] & Flag.STOP) == 0:
@@ -230,8 +254,11 @@ def run_keys(shared, first, rows: cutlass.Constexpr, query, query_rows: cutlass.
         rewrite_update_operand(
             shared.k_base + stage * OPERAND_BYTES, shared.u_base + work * OPERAND_BYTES, first, rows, lane, factor
         )
-        shared.inputs.release(stage)
         shared.update.publish_to_async(work)
+        for one in cutlass.range_constexpr(*columns):
+            if column == one:
+                merge_solved(shared, (one, one + 1), vector + BETA, work, work_parity, lane)
+        shared.inputs.release(stage)
         stage, parity = advance(stage, parity, INPUT_STAGES)
         work, work_parity = advance(work, work_parity, WORK_STAGES)
         shared.inputs.wait_full(stage, parity)
@@ -239,9 +266,26 @@ def run_keys(shared, first, rows: cutlass.Constexpr, query, query_rows: cutlass.
 
 
 @cute.jit
+def run_merges(shared, columns: cutlass.Constexpr, lane):
+    """Block columns of T', the range of `columns`, of every chunk."""
+    stage, parity, work, work_parity = Int32(0), Int32(0), Int32(0), Int32(0)
+    shared.inputs.wait_full(stage, parity)
+    record = read_record(shared.records, stage)
+    while (record[Field.FLAGS] & Flag.STOP) == 0:
+        beta = shared.vector_base + stage * VECTOR_BYTES + BETA
+        merge_solved(shared, columns, beta, work, work_parity, lane)
+        work, work_parity = advance(work, work_parity, WORK_STAGES)
+        shared.inputs.release(stage)
+        stage, parity = advance(stage, parity, INPUT_STAGES)
+        shared.inputs.wait_full(stage, parity)
+        record = read_record(shared.records, stage)
+
+
+@cute.jit
 def run_queries(shared, query, stores: cutlass.Constexpr, slab, lane, tma_out, gOut, sV, mOut, l2norm, scale):
-    """Vectors of 32 query rows from `query` on; where it `stores`, output of the chunk two before, which the state has left."""
-    stage, parity, done, done_parity = Int32(0), Int32(0), Int32(0), Int32(0)
+    """Vectors of 32 query rows from `query` on; where it `stores`, output of the chunk two before, which the state has left; of a
+    whole head block column 0 of T'."""
+    stage, parity, done, done_parity, work, work_parity = (Int32(0) for _ in range(6))
     token, count, head = [Int32(0), Int32(0)], [Int32(-1), Int32(-1)], [Int32(0), Int32(0)]
     shared.inputs.wait_full(stage, parity)
     record = read_record(shared.records, stage)
@@ -255,8 +299,6 @@ def run_queries(shared, query, stores: cutlass.Constexpr, slab, lane, tma_out, g
             )
             shared.queries.publish(stage)
         following_token, following_head = record[Field.TOKEN], record[Field.HEAD]
-        if following >= 0:
-            shared.inputs.release(stage)
         if cutlass.const_expr(stores):
             if count[0] >= 0:
                 shared.output.wait_full(done, done_parity)
@@ -274,6 +316,11 @@ def run_queries(shared, query, stores: cutlass.Constexpr, slab, lane, tma_out, g
         if cutlass.const_expr(stores):
             token, count, head = [token[1], following_token], [count[1], following], [head[1], following_head]
         if following >= 0:
+            if cutlass.const_expr(shared.slabs == 2):
+                beta = shared.vector_base + stage * VECTOR_BYTES + BETA
+                merge_solved(shared, (0, 1), beta, work, work_parity, lane)
+                work, work_parity = advance(work, work_parity, WORK_STAGES)
+            shared.inputs.release(stage)
             stage, parity = advance(stage, parity, INPUT_STAGES)
             shared.inputs.wait_full(stage, parity)
             record = read_record(shared.records, stage)

@@ -7,7 +7,7 @@ block column w, transposed, so that each result is in registers what the next pr
 
 with fp16 operands and fp32 sums. Neumann series are not used: powers of L reach 1e16 on trained-like keys.
 
-With `keep_sums` rows of a diagonal block are rounded so that their sums stay right: what is lost goes to the next entry. With
+Rows of a diagonal block are rounded so that their sums stay right: what is lost goes to the next entry. With
 equal keys and no decay every row of X^T has the same part S k, which a row of T' multiplies by its sum, nearly zero; an
 error of that sum, the same in each row, would add up over the chunk.
 """
@@ -32,7 +32,7 @@ def block_address(lower, block_row, block_column, lane):
     return lower + (block_row * 16 + row) * LOWER_PITCH + block_column * 32 + ((lane >> 3) & 1) * 16
 
 
-def solve_diagonal(diagonal, lower, tile, beta, warp, lane, keep_sums=True):
+def solve_diagonal(diagonal, lower, tile, beta, warp, lane):
     """Invert the warp's diagonal block; write it to `lower` (fp16) and, times beta, to the T' tile. Left-operand words of Y_ww.
 
     `diagonal` is the address of the warp's L_ww, fp32, row-major 16 x 16, strictly lower part used, written by this warp before.
@@ -53,8 +53,7 @@ def solve_diagonal(diagonal, lower, tile, beta, warp, lane, keep_sums=True):
         betas = load_shared(beta + warp * 64 + piece * 16, 4)
         x[4 * piece : 4 * piece + 4] = [x[4 * piece + e] * pick(scaled, betas[e], Float32(1.0)) for e in range(4)]
     remainder = Float32(0.0)
-    chains = (1, 0) if keep_sums else ()  # they run side by side; what the first leaves goes to the last entry
-    for half in chains:
+    for half in (1, 0):  # the chains run side by side; what the first leaves goes to the last entry
         left = Float32(0.0)
         for j in range(8 * half + 7, 8 * half - 1, -1):
             wanted = x[j] + (left + remainder if j == 0 else left)
@@ -77,8 +76,11 @@ def _product(a, b, total):
     return [*left, *right]
 
 
-def merge_column(first, lower, tile, beta, column, lane):
-    """Blocks below the diagonal of block column `column` (Python int), to the T' tile. `first` is `solve_diagonal`'s result."""
+def merge_column(first, lower, tile, beta, column, lane, negated=False):
+    """Blocks below the diagonal of block column `column` (Python int), to the T' tile.
+
+    `first` is the column's block on the diagonal, inverted and transposed, as left-operand words; `negated`: `lower` has -L.
+    """
     blocks = {column: first}
     low = load_shared(beta + column * 64 + (lane >> 2) * 4, 1)
     high = load_shared(beta + column * 64 + (lane >> 2) * 4 + 32, 1)
@@ -87,7 +89,8 @@ def merge_column(first, lower, tile, beta, column, lane):
         total = [Float32(0.0)] * 8
         for m in range(column, i):
             total = _product(blocks[m], operands[m - column], total)
-        z = [pack_f16(-total[2 * p], -total[2 * p + 1]) for p in range(4)]
+        z = total if negated else [-entry for entry in total]
+        z = [pack_f16(z[2 * p], z[2 * p + 1]) for p in range(4)]
         y = _product(z, operands[-1], [Float32(0.0)] * 8)
         blocks[i] = [pack_f16(y[2 * p], y[2 * p + 1]) for p in range(4)]
         scaled = [pack_f16(y[2 * p] * s, y[2 * p + 1] * s) for p, s in enumerate((low, high, low, high))]

@@ -13,6 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
+from .prefill_gdn_inverse import scratch_address, solve_halves, solved_place
 from .prefill_gdn_rows import (
     BETA,
     COLUMN,
@@ -24,7 +25,6 @@ from .prefill_gdn_rows import (
     inverse_norm,
     zero_rows,
 )
-from .prefill_inverse import merge_blocks, solve_diagonal
 from .prefill_layout import (
     CHUNK,
     HEAD,
@@ -39,7 +39,7 @@ from .prefill_layout import (
     tile_address,
 )
 from .prefill_sync import advance, read_record
-from .warp_ops import load_shared, pack_f16, pick, stmatrix4, store_shared
+from .warp_ops import load_shared, pack_f16, pick, stmatrix4, stmatrix4_where, store_shared
 
 
 def diagonal_block(acc, warp):
@@ -105,23 +105,23 @@ def far_words(acc, block, row_factors, vector, lane):
 def write_lower(
     kk, block, vector: Int32, rows, diagonal, factors, lower: Int32, scratch: Int32, warp: Int32, lane: Int32
 ):
-    """L: fp16 blocks below the diagonal to `lower`, the warp's fp32 block on the diagonal to `scratch`."""
+    """-L: fp16 blocks below the diagonal to `lower`; of that on it fp32 halves to `scratch`, what joins them is returned."""
     beta = vector + BETA + (16 * warp + (lane >> 2)) * 4
-    l_row = [load_shared(beta + 32 * r, 1) * factors[r] for r in range(2)]
+    l_row = [-(load_shared(beta + 32 * r, 1) * factors[r]) for r in range(2)]
+    near = [[[block[h][r][e] * (l_row[r] * diagonal[h][r][e]) for e in range(2)] for r in range(2)] for h in range(2)]
     for half in cutlass.range_constexpr(2):
-        for r in cutlass.range_constexpr(half, 2):
-            at = scratch + ((lane >> 2) + 8 * r) * 64 + half * 32 + (lane & 3) * 8
-            store_shared(at, *[block[half][r][e] * (l_row[r] * diagonal[half][r][e]) for e in range(2)])
+        store_shared(scratch + ((lane >> 2) + 8 * half) * LOWER_PITCH + (lane & 3) * 8, *near[half][half])
     target = lower + (16 * warp + (lane & 15)) * LOWER_PITCH + (lane >> 4) * 16
     for b in cutlass.range_constexpr(3):
         words = far_words(kk, b, [rows[b][r] * l_row[r] for r in range(2)], vector, lane)
         if b < warp:
             stmatrix4(target + 32 * b, *words)
+    return pack_f16(*near[0][1])
 
 
 @cute.jit
 def write_weights(qk, vector: Int32, rows, diagonal, tile: Int32, warp: Int32, lane: Int32):
-    """P, all 64 columns of the warp's 16 rows, to the P tile."""
+    """P of the warp's 16 rows, up to its block on the diagonal, to the P tile."""
     at = vector + P_ROW + (16 * warp + (lane >> 2)) * 4
     p_row = [load_shared(at + 32 * r, 1) for r in range(2)]
     block = diagonal_block(qk, warp)
@@ -137,19 +137,45 @@ def write_weights(qk, vector: Int32, rows, diagonal, tile: Int32, warp: Int32, l
                     entry = pick(2 * (lane & 3) + e <= (lane >> 2), entry, Float32(0.0))
                 entries.append(entry)
             near.append(pack_f16(entries[0], entries[1]))
-    zero = cutlass.Uint32(0)
-    for b in cutlass.range_constexpr(4):
+    own = tile_address(tile, 16 * warp + (lane & 15), 2 * warp + (lane >> 4))
+    stmatrix4(own, *near)
+    for b in cutlass.range_constexpr(3):
         at = tile_address(tile, 16 * warp + (lane & 15), 2 * b + (lane >> 4))
-        if b >= warp:
-            stmatrix4(at, *[pick(warp == b, near[i], zero) for i in range(4)])
-        else:
-            if cutlass.const_expr(b < 3):
-                stmatrix4(at, *far_words(qk, b, [rows[b][r] * p_row[r] for r in range(2)], vector, lane))
+        words = far_words(qk, b, [rows[b][r] * p_row[r] for r in range(2)], vector, lane)
+        stmatrix4_where(Int32(b < warp), at, *words)
+
+
+@cute.jit
+def zero_beyond(
+    shared,
+    stage: Int32,
+    count: Int32,
+    barrier: cutlass.Constexpr,
+    warp: Int32,
+    lane: Int32,
+    transition: cutlass.Constexpr,
+):
+    """Zero the rows of K and Q beyond a short chunk's end, by a warpgroup."""
+    if count < CHUNK:
+        zero_rows(shared.k_base + stage * OPERAND_BYTES, 16 * warp, 16, count, lane)
+        if cutlass.const_expr(not transition):
+            zero_rows(shared.q_base + stage * OPERAND_BYTES, 16 * warp, 16, count, lane)
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=128)
+
+
+def multiply(mma, acc, left, right, stage):
+    """acc = left x right^T of a stage, issued and committed; the caller waits."""
+    warpgroup.fence()
+    for k in range(HEAD // 16):
+        mma.set(warpgroup.Field.ACCUMULATE, k != 0)
+        cute.gemm(mma, acc, left[None, None, k, stage], right[None, None, k, stage], acc)
+    warpgroup.commit_group()
 
 
 @cute.jit
 def run_pairs(shared, tidx, index, warp, lane, l2norm, sK, sQ, pair_mma, transition: cutlass.Constexpr):
     """Key vectors, T' and P of every chunk; of two warpgroups, each takes every other chunk and has a work stage.
+    Data warps finish T'.
 
     A short chunk's rows beyond its end are zeroed before any product reads them.
     """
@@ -163,24 +189,22 @@ def run_pairs(shared, tidx, index, warp, lane, l2norm, sK, sQ, pair_mma, transit
     lower = shared.lower + index * (CHUNK * LOWER_PITCH)
     barrier = int(Barrier.PAIRS) + 3 * index
     stage, parity, work, work_parity = index, Int32(0), index, Int32(0)
+    ahead = groups == 1
     shared.inputs.wait_full(stage, parity)
     record = read_record(shared.records, stage)
+    if cutlass.const_expr(ahead):
+        zero_beyond(shared, stage, record[Field.COUNT], barrier + 2, warp, lane, transition)
+        multiply(pair_mma, kk, left_k, right_k, stage)
+        warpgroup.wait_group(0)
     while (record[Field.FLAGS] & Flag.STOP) == 0:
         count = record[Field.COUNT]
         vector = shared.vector_base + stage * VECTOR_BYTES
         t_tile = shared.t_base + work * TILE_BYTES
         p_tile = shared.p_base + work * TILE_BYTES
-        if count < CHUNK:
-            zero_rows(shared.k_base + stage * OPERAND_BYTES, 16 * warp, 16, count, lane)
-            if cutlass.const_expr(not transition):
-                zero_rows(shared.q_base + stage * OPERAND_BYTES, 16 * warp, 16, count, lane)
-            cute.arch.barrier(barrier_id=barrier + 2, number_of_threads=128)
-        warpgroup.fence()
-        for k in cutlass.range_constexpr(HEAD // 16):
-            pair_mma.set(warpgroup.Field.ACCUMULATE, k != 0)
-            cute.gemm(pair_mma, kk, left_k[None, None, k, stage], right_k[None, None, k, stage], kk)
-        warpgroup.commit_group()
-        warpgroup.wait_group(0)
+        if cutlass.const_expr(not ahead):
+            zero_beyond(shared, stage, count, barrier + 2, warp, lane, transition)
+            multiply(pair_mma, kk, left_k, right_k, stage)
+            warpgroup.wait_group(0)
         block = diagonal_block(kk, warp)
         factors = key_norms(block, warp, lane, count, l2norm)
         write_key_vectors(factors, vector, warp, lane)
@@ -188,25 +212,37 @@ def run_pairs(shared, tidx, index, warp, lane, l2norm, sK, sQ, pair_mma, transit
         shared.pairs.wait_empty(work, work_parity)
         cute.arch.barrier(barrier_id=barrier, number_of_threads=128)
         rows, diagonal = pair_factors(vector, warp, lane)
-        scratch = p_tile + warp * 2048
-        write_lower(kk, block, vector, rows, diagonal, factors, lower, scratch, warp, lane)
+        shared.solved.wait_empty(*solved_place(shared, work, work_parity))
+        scratch = scratch_address(lower, warp)
+        link = write_lower(kk, block, vector, rows, diagonal, factors, lower, scratch, warp, lane)
         # Q K^T runs behind the substitution, and its sums take the registers of K K^T.
-        warpgroup.fence()
-        for k in cutlass.range_constexpr(0 if transition else HEAD // 16):
-            pair_mma.set(warpgroup.Field.ACCUMULATE, k != 0)
-            cute.gemm(pair_mma, qk, left_q[None, None, k, stage], right_k[None, None, k, stage], qk)
-        warpgroup.commit_group()
-        first = solve_diagonal(scratch, lower, t_tile, vector + BETA, warp, lane, keep_sums=False)
+        if cutlass.const_expr(not transition):
+            multiply(pair_mma, qk, left_q, right_k, stage)
+        solve_halves(scratch, link, lower, t_tile, vector + BETA, warp, lane)
+        shared.solved.publish(index)
+        next_stage, next_parity = stage, parity
+        for _ in cutlass.range_constexpr(groups):
+            next_stage, next_parity = advance(next_stage, next_parity, INPUT_STAGES)
         warpgroup.wait_group(0)
-        cute.arch.barrier(barrier_id=barrier + 1, number_of_threads=128)
-        merge_blocks(first, lower, t_tile, vector + BETA, warp, lane)
         if cutlass.const_expr(not transition):
             shared.queries.wait_full(stage, parity)
+        if cutlass.const_expr(ahead):
+            # K K^T of the next chunk, or of what a stage without one holds, runs behind P.
+            shared.inputs.wait_full(next_stage, next_parity)
+            record = read_record(shared.records, next_stage)
+            zero_beyond(shared, next_stage, record[Field.COUNT], barrier + 2, warp, lane, transition)
+            multiply(pair_mma, kk, left_k, right_k, next_stage)
+        if cutlass.const_expr(not transition):
+            # Found again: there are no registers to keep them in.
+            rows, diagonal = pair_factors(vector, warp, lane)
             write_weights(qk, vector, rows, diagonal, p_tile, warp, lane)
         shared.inputs.release(stage)
         shared.pairs.publish_to_async(work)
         for _ in cutlass.range_constexpr(groups):
-            stage, parity = advance(stage, parity, INPUT_STAGES)
             work, work_parity = advance(work, work_parity, WORK_STAGES)
-        shared.inputs.wait_full(stage, parity)
-        record = read_record(shared.records, stage)
+        stage, parity = next_stage, next_parity
+        if cutlass.const_expr(ahead):
+            warpgroup.wait_group(0)
+        else:
+            shared.inputs.wait_full(stage, parity)
+            record = read_record(shared.records, stage)

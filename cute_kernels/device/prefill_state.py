@@ -232,7 +232,7 @@ def store_output_tile(words, condition: Int32, tile: Int32, warp: Int32, lane: I
     row = (lane & 7) + ((lane >> 4) << 3)
     start = tile_address(tile, row, 2 * warp + ((lane >> 3) & 1))
     for block in cutlass.range_constexpr(4):
-        stmatrix4_where(condition, start + block * 2048, *[words[4 * block + p] for p in range(4)])
+        stmatrix4_where(condition, start + block * 2048, *[words[4 * block + p] for p in range(4)], transpose=True)
 
 
 @cute.jit

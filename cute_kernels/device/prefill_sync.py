@@ -18,14 +18,14 @@ def wait(barrier, parity: Int32, probe: cutlass.Constexpr):
     """Until the barrier's phase of `parity` is complete.
 
     With a probe ("bounded", slot, log) a warp that waits too long notes 1 + parity in its word of the log and exits; with
-    ("profile", slot, log) the cycles waited are added to it. The log has 16 words a warp, one for each slot.
+    ("profile", slot, log) the cycles waited are added to it. The log has 18 words a warp, one for each slot.
     """
     if cutlass.const_expr(probe is None):
         cute.arch.mbarrier_wait(barrier, parity)
     else:
         mode, slot, log = probe
         thread, _, _ = cute.arch.thread_idx()
-        word = log + (thread // 32) * 64 + slot * 4
+        word = log + (thread // 32) * 72 + slot * 4
         if cutlass.const_expr(mode == "profile"):
             began = cute.arch.clock()
             cute.arch.mbarrier_wait(barrier, parity)

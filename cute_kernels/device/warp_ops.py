@@ -59,11 +59,21 @@ def stmatrix4(address, m0, m1, m2, m3, transpose=False):
     )
 
 
-def stmatrix4_where(condition, address, m0, m1, m2, m3):
-    """`stmatrix4`, transposed, where a warp-uniform condition is not 0: no branch, products may be in flight."""
+def stmatrix2(address, m0, m1, transpose=False):
+    """Store two 8x8 16-bit matrices, row addresses in lanes 0..7 and 8..15."""
+    trans = ".trans" if transpose else ""
+    cute.arch.inline_ptx(
+        f"stmatrix.sync.aligned.m8n8.x2{trans}.shared.b16 [{{$r0}}], {{{{$r1}}, {{$r2}}}};",
+        read_only_args=[address, m0, m1],
+    )
+
+
+def stmatrix4_where(condition, address, m0, m1, m2, m3, transpose=False):
+    """`stmatrix4` where a warp-uniform condition is not 0: no branch, products may be in flight."""
+    trans = ".trans" if transpose else ""
     cute.arch.inline_ptx(
         "{ .reg .pred on; setp.ne.s32 on, {$r0}, 0; "
-        "@on stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [{$r1}], {{$r2}, {$r3}, {$r4}, {$r5}}; }",
+        f"@on stmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 [{{$r1}}], {{{{$r2}}, {{$r3}}, {{$r4}}, {{$r5}}}}; }}",
         read_only_args=[condition, address, m0, m1, m2, m3],
     )
 
@@ -75,6 +85,16 @@ def mma_16816(a, b, c, kind):
         "{{$w0}, {$w1}, {$w2}, {$w3}}, {{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};",
         write_only_types=[Float32] * 4,
         read_only_args=[*a, *b, *c],
+    )
+
+
+def mma_1688(a, b, c):
+    """D = A B + C for one m16n8k8 tile of fp16 in registers; a: 2 words, b: 1 word, c: 4 Float32."""
+    return cute.arch.inline_ptx(
+        "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 "
+        "{{$w0}, {$w1}, {$w2}, {$w3}}, {{$r0}, {$r1}}, {{$r2}}, {{$r3}, {$r4}, {$r5}, {$r6}};",
+        write_only_types=[Float32] * 4,
+        read_only_args=[*a, b, *c],
     )
 
 

@@ -10,16 +10,17 @@ of the log decay and every exponent <= 0:
 Norms and gates enter as factors of rows and columns of the products; only K' is rewritten. T', P, X, V', K' are fp16, the left
 operand S is bf16, sums and the state are fp32.
 
-A block stays on its multiprocessor and takes one (sequence, value head) after another, longest first. `slabs` = 2: all V
-rows of the head; 1: half of them (slab `block % 2`), with the same bits:
+A block stays on its multiprocessor and takes one (sequence, value head) after another, longest first. `slabs` = 2: all V rows of
+the head; 1: half of them (slab `block % 2`), with the same bits:
     state x slabs        64 V rows each, S in accumulators (`device/prefill_state.py`)
-    pairs x (3 - slabs)  K K^T, key norms, Q K^T, decay and masks, inverse (`device/prefill_pairs.py`, `prefill_inverse.py`)
+    pairs x (3 - slabs)  K K^T, key norms, Q K^T, decay and masks (`device/prefill_pairs.py`), diagonal blocks of the inverse
     data                 items (`device/prefill_schedule.py`), chunk list, TMA, gates, query norms, K', output rows
-                         (`device/prefill_gdn_rows.py`): 4 warps, of half a head 8
-The producer fills *inputs* (K, Q, record, gates), pairs publish *keys* (key vectors) and *pairs* (T', P), row warps *queries*
-and *update* (K'); state waits for these and for V. It stores a chunk's output over the chunk's V tile while the next chunk's
-first product runs. Rows of a short chunk beyond its end may hold a neighbour's tokens, even NaN: the pairs role zeroes q and k
-there before a product reads them, v is selected away.
+                         (`device/prefill_gdn_rows.py`), the rest of the inverse (`prefill_gdn_inverse.py`); 4 warps, of half
+                         a head 8
+The producer fills *inputs* (K, Q, record, gates), pairs publish *keys* (key vectors), *solved* (diagonal blocks) and *pairs*
+(P), data warps *queries*, *update* (K') and *pairs* (T'); state waits for these and for V. It stores a chunk's output over the
+chunk's V tile while the next chunk's first product runs. Rows of a short chunk beyond its end may hold a neighbour's tokens,
+even NaN: the pairs role zeroes q and k there before a product reads them, v is selected away.
 
 Long rows in parts (exact for every gate): a segment maps its start state to S A + N. The transition launch finds, for each
 segment but the last, N (the segment run from a zero state; the first from the true one) and A (run from the identity with
@@ -57,8 +58,10 @@ from ..device.prefill_gdn_rows import (
     VECTOR_BYTES,
     X_FACTOR,
     load_scalars,
+    prefetch_scalars,
     run_gates,
     run_keys,
+    run_merges,
     run_queries,
     write_gates,
 )
@@ -98,7 +101,7 @@ from ..device.warp_ops import load_shared, store_shared
 
 THREADS = {2: 512, 1: 640}
 # Registers a thread of state, pairs and data: 512 in all for four warpgroups, 480 for the five of half a head.
-REGISTERS = {2: (176, 104, 56), 1: (176, 96, 56)}
+REGISTERS = {2: (176, 96, 64), 1: (176, 96, 56)}
 BLOCKS = {2: 132, 1: 66}  # heads at work at once: a block stays on its multiprocessor and takes item after item
 WORK_LIMIT = 1 << 30  # every slot of the workspace is a slot
 
@@ -164,7 +167,7 @@ class GdnPrefill:
 
         @cute.struct
         class SharedStorage:
-            barriers: cute.struct.MemRange[cutlass.Int64, 2 * (6 * INPUT_STAGES + 2 * WORK_STAGES)]
+            barriers: cute.struct.MemRange[cutlass.Int64, 2 * (6 * INPUT_STAGES + 2 * WORK_STAGES + 3 - self.slabs)]
             records: cute.struct.Align[cute.struct.MemRange[Int32, INPUT_STAGES * RECORD_WORDS], 16]
             vectors: cute.struct.Align[cute.struct.MemRange[Float32, INPUT_STAGES * VECTOR_BYTES // 4], 128]
             lower: cute.struct.Align[cute.struct.MemRange[Float16, (3 - self.slabs) * CHUNK * LOWER_PITCH // 2], 128]
@@ -255,10 +258,10 @@ class GdnPrefill:
             for ring in shared.rings:
                 ring.initialise()
             cute.arch.mbarrier_init_fence()
-        # Blocks of T' above the diagonal are zero and no one writes them.
+        # Blocks of T' and P above the diagonal are zero and no one writes them; the tiles of both lie side by side.
         zero = Uint32(0)
         if tidx < 512:
-            for i in cutlass.range_constexpr(WORK_STAGES * TILE_BYTES // 16 // 512):
+            for i in cutlass.range_constexpr(2 * WORK_STAGES * TILE_BYTES // 16 // 512):
                 store_shared(shared.t_base + (i * 512 + tidx) * 16, zero, zero, zero, zero)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_threads()
@@ -296,14 +299,21 @@ class GdnPrefill:
                     if warp == 15:
                         if cutlass.const_expr(queried):
                             run_queries(shared, 0, True, *output)
+                        else:
+                            run_merges(shared, (0, 1), lane)
                     else:
                         part = warp - 13
-                        run_keys(shared, 32 * part, 32, 32 + 16 * part, 16 if queried else 0, lane, l2norm, scale)
+                        query = (32 + 16 * part, 16 if queried else 0)
+                        run_keys(shared, 32 * part, 32, *query, (1, 3), warp - 12, lane, l2norm, scale)
                 else:
                     if warp == 13:
                         run_gates(shared, mA, mB, mALog, mDtBias, lane)
-                    elif warp < 18:
-                        run_keys(shared, 16 * (warp - 14), 16, 0, 0, lane, l2norm, scale)
+                    elif warp < 16:
+                        run_keys(shared, 32 * (warp - 14), 32, 0, 0, (0, 0), 0, lane, l2norm, scale)
+                    elif warp == 16:
+                        run_merges(shared, (1, 3), lane)
+                    elif warp == 17:
+                        run_merges(shared, (0, 1), lane)
                     elif warp == 18:
                         if cutlass.const_expr(queried):
                             run_queries(shared, 32, False, *output)
@@ -316,29 +326,30 @@ class GdnPrefill:
         barriers = storage.barriers.data_ptr()
         log = mLog.iterator.toint()
         rings, used = [], 0
-        state, keys, queries = (8, 2, 1) if self.slabs == 2 else (4, 4, 2)
-        queries = 0 if self.key.transition else queries
+        # Warps that read or write the ring's stages; of a whole head some data warps do two things.
+        state, queries, merges = (8, 3, 3) if self.slabs == 2 else (4, 2, 2)
+        data = 3 if self.slabs == 2 else (4 if self.key.transition else 6)
+        stores = not self.key.transition
         for stages, producers, consumers in (
-            (
-                INPUT_STAGES,
-                2,
-                state + 4 + keys + queries,
-            ),  # K, Q, chunk record, gates: full by TMA and by the gates' warp
-            (INPUT_STAGES, 1, 1 if queries else state),  # V: full by TMA, empty when its output has gone
+            # K, Q, chunk record, gates: full by TMA and by the gates' warp
+            (INPUT_STAGES, 2, state + 4 + data),
+            (INPUT_STAGES, 1, 1 if stores else state),  # V: full by TMA, empty when its output has gone
             (INPUT_STAGES, 4, 1),  # key vectors, full only; empty with the inputs, as are the next
-            (INPUT_STAGES, 3 if self.slabs == 2 else 2, 1),  # query vectors
-            (WORK_STAGES, keys, 1),  # K', full only; empty with the next
-            (WORK_STAGES, 4, state),  # T' and P
+            (INPUT_STAGES, queries, 1),  # query vectors
+            (WORK_STAGES, 2, 1),  # K', full only; empty with the next
+            (WORK_STAGES, 4 + merges, state),  # T' and P
             (INPUT_STAGES, state, 1),  # output, full only
             (INPUT_STAGES, 1, 1),  # chunk record for the gates' warp of half a head, full only
+            (3 - self.slabs, 4, merges),  # triangular work matrix: diagonal blocks inverted, T' finished
         ):
             probe = (self.key.debug, len(rings), log) if self.key.debug else None
             rings.append(Ring(barriers + used, stages, producers, consumers, probe))
             used += 2 * stages
-        inputs, v, keys, queries, update, pairs, output, begun = rings
+        inputs, v, keys, queries, update, pairs, output, begun, solved = rings
         return Bundle(
             slabs=self.slabs, value_bytes=self.slabs * TILE_BYTES,
-            rings=rings, inputs=inputs, v=v, keys=keys, queries=queries, update=update, pairs=pairs, output=output, begun=begun,
+            rings=rings, inputs=inputs, v=v, keys=keys, queries=queries, update=update, pairs=pairs, output=output,
+            begun=begun, solved=solved,
             records=storage.records.data_ptr().toint(),
             vector_base=storage.vectors.data_ptr().toint(),
             lower=storage.lower.data_ptr().toint(),
@@ -405,6 +416,7 @@ class GdnPrefill:
                     next_raw = load_scalars(mA, start + end, next_end - end, head, lane)
                     next_logit = load_scalars(mB, start + end, next_end - end, head, lane)
                     # A load from L2 is done before the gates' arithmetic, one from memory is not.
+                    prefetch_scalars((mA, mB), start + next_end, stop - next_end, head, lane)
                 shared.inputs.wait_empty(stage, parity)
                 with cute.arch.elect_one():
                     write_record(shared.records, stage, [token, count, flags, head, read, write, kept, sequence])

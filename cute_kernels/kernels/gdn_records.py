@@ -29,6 +29,7 @@ from ..compile.fake import fake_ids, fake_matrix, fake_rows, fake_stream, fake_v
 from ..configs.gdn_records import RECORD_BYTES
 from ..device.gdn_records import KEPT_BYTES, KEPT_VECTOR, P_OFFSET, VECTOR_OFFSET, chunk_at, record_address
 from ..device.kda_layout import first_slot, row_of_slot
+from ..device.prefill_gdn_inverse import merge_halves, scratch_address, solve_halves
 from ..device.prefill_gdn_rows import (
     BETA,
     GROWN,
@@ -41,7 +42,6 @@ from ..device.prefill_gdn_rows import (
     write_squares,
     zero_rows,
 )
-from ..device.prefill_inverse import merge_blocks, solve_diagonal
 from ..device.prefill_layout import CHUNK, HEAD, LOWER_PITCH, OPERAND_BYTES, TILE_BYTES
 from ..device.prefill_pairs import (
     diagonal_block,
@@ -163,9 +163,9 @@ class GdnRecords:
         t_tile = storage.pairs.data_ptr().toint()
         p_tile, lower = t_tile + TILE_BYTES, storage.lower.data_ptr().toint()
         vector_base, squares = storage.vectors.data_ptr().toint(), storage.squares.data_ptr().toint()
-        # Blocks of T' above the diagonal are zero and no one writes them.
+        # Blocks of T' and P above the diagonal are zero and no one writes them.
         zero = Uint32(0)
-        for i in cutlass.range_constexpr(TILE_BYTES // 16 // THREADS):
+        for i in cutlass.range_constexpr(2 * TILE_BYTES // 16 // THREADS):
             store_shared(t_tile + (i * THREADS + tidx) * 16, zero, zero, zero, zero)
         cute.arch.sync_threads()
 
@@ -238,16 +238,16 @@ class GdnRecords:
             if (warp == LOADER) & (fresh != 0) & (next_item < stop):
                 self.load_inputs(tma_q, gQ, tma_k, gK, sQ, sK, next_token, next_key_head, loaded)
             row_factors, near_factors = pair_factors(vector, warp, lane)
-            scratch = p_tile + warp * 2048
-            write_lower(kk, diagonal, vector, row_factors, near_factors, factors, lower, scratch, warp, lane)
-            first = solve_diagonal(scratch, lower, t_tile, vector + BETA, warp, lane, keep_sums=False)
+            scratch = scratch_address(lower, warp)
+            link = write_lower(kk, diagonal, vector, row_factors, near_factors, factors, lower, scratch, warp, lane)
+            solve_halves(scratch, link, lower, t_tile, vector + BETA, warp, lane)
             cute.arch.sync_threads()
             if warp == GATES:  # which has no block column to merge
                 if next_item < stop:
                     rate = -cute.math.exp(log_rate, fastmath=True)
                     write_gates(raw, logit, bias, rate, next_count, other, lane)
             else:
-                merge_blocks(first, lower, t_tile, vector + BETA, warp, lane)
+                merge_halves(lower, t_tile, vector + BETA, warp, (0, 3), lane)
             write_weights(qk, vector, row_factors, near_factors, p_tile, warp, lane)
             cute.arch.fence_view_async_shared()
             cute.arch.sync_threads()
