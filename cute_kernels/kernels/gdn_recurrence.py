@@ -245,9 +245,9 @@ class GdnRecurrence:
             cute.arch.setmaxregister_decrease(data)
             if warp == 4 * slabs:
                 self.run_producer(
-                    shared, item, hv * self.groups(cute.size(mReadIds), long_rows, parts), blocks // (3 - slabs), slab, lane,
-                    tma_q, gQ, tma_k, gK, tma_v, gV, sQ, sK, sV, mPool, mReadIds, mWriteIds, mCuSeqlens, mKeptCu, mKeptEnds,
-                    mKeptSlots, mRecords, hk, hv, num_slots, has_checkpoints, min_tokens, long_rows, long_length, parts,
+                    shared, item, blocks // (3 - slabs), slab, lane, tma_q, gQ, tma_k, gK, tma_v, gV, sQ, sK, sV, mPool,
+                    mReadIds, mWriteIds, mCuSeqlens, mKeptCu, mKeptEnds, mKeptSlots, mRecords, hk, hv, num_slots,
+                    has_checkpoints, min_tokens, long_rows, long_length, parts,
                 )  # fmt: skip
             elif warp < 4 * slabs + 3:
                 self.run_keys(shared, 32 * (warp - 4 * slabs - 1), lane)
@@ -283,45 +283,33 @@ class GdnRecurrence:
 
     @cute.jit
     def run_producer(
-        self, shared, item, items, step, slab, lane, tma_q, gQ, tma_k, gK, tma_v, gV, sQ, sK, sV, mPool, mReadIds, mWriteIds,
+        self, shared, item, step, slab, lane, tma_q, gQ, tma_k, gK, tma_v, gV, sQ, sK, sV, mPool, mReadIds, mWriteIds,
         mCuSeqlens, mKeptCu, mKeptEnds, mKeptSlots, mRecords, hk, hv, num_slots, has_checkpoints, min_tokens, long_rows,
         long_length, parts,
     ):  # fmt: skip
-        """Walk the block's items, every `step`-th one, and the chunk list of each: chunk records and loads."""
+        """Walk the block's items, one of every `step`, and the chunk list of each: chunk records and loads."""
         value_stages = VALUE_STAGES[self.slabs]
         stage, parity, work, work_parity = Int32(0), Int32(0), Int32(0), Int32(0)
         stage_v, parity_v = Int32(0), Int32(0)
-        before, max_tokens = Int32(0), Int32(WORK_LIMIT)
-        if cutlass.const_expr(self.key.transition):
-            before = items  # all items are segments
-        elif long_rows > 0:
-            before, max_tokens = long_rows * parts, long_length
         length_class, base, seen = Int32(0), Int32(0), Int32(0)
-        while item < items:
-            group = item // hv
-            row = Int32(-1)
-            if group >= before:
-                row, length_class, base, seen = next_row(
-                    group - before,
-                    mCuSeqlens,
-                    cute.size(mReadIds),
-                    min_tokens,
-                    max_tokens,
-                    length_class,
-                    base,
-                    seen,
-                    lane,
+        if cutlass.const_expr(not self.key.transition):
+            long_length = long_length if long_rows > 0 else Int32(WORK_LIMIT)
+        # Items are dealt out as in `kernels/gdn_prefill.py`.
+        turn, mirrored = Int32(0), step - 1 - item
+        sequence = Int32(0)
+        while sequence >= 0:
+            dealt = turn * step + (item if turn % 2 == 0 else mirrored)
+            sequence, place, length_class, base, seen = next_row(
+                dealt // hv, mCuSeqlens, cute.size(mReadIds), min_tokens, long_length, parts, length_class, base, seen, lane,
+                self.key.transition,
+            )  # fmt: skip
+            flags, position, stop, read, write, last_flag = (Int32(int(Flag.STOP)), *(Int32(0) for _ in range(5)))
+            if sequence >= 0:
+                flags, position, stop, read, write, last_flag = find_work(
+                    sequence, place, lane, mReadIds, mWriteIds, mCuSeqlens, long_length, parts, self.key.transition
                 )
-            flags, sequence, position, stop, read, write, last_flag = (
-                Int32(int(Flag.STOP)),
-                row,
-                *(Int32(0) for _ in range(5)),
-            )
-            if (group < before) | (row >= 0):
-                flags, sequence, position, stop, read, write, last_flag = find_work(
-                    group, row, lane, mReadIds, mWriteIds, mCuSeqlens, long_length, parts, self.key.transition
-                )
-            head = item % hv
+            turn += 1
+            head = dealt % hv
             entry, entry_end, start, slot = Int32(0), Int32(0), Int32(0), Int32(0)
             if (flags & Flag.STOP) == 0:
                 if (flags & Flag.WORKSPACE) == 0:
@@ -365,8 +353,6 @@ class GdnRecurrence:
                 position = end
                 slot += 1
                 flags = Int32(int(Flag.STOP)) if last else flags & Flag.IDENTITY
-            # Behind the last row with work there is none.
-            item = item + step if (group < before) | (row >= 0) else items
         shared.v.wait_empty(stage_v, parity_v)
         shared.inputs.wait_empty(stage, parity)
         if cutlass.const_expr(self.slabs == 2):
