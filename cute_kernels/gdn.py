@@ -82,8 +82,8 @@ def gdn_decode(
             stores nothing, and a row with neither gives zeros.
         scale: of the output, default `K ** -0.5`.
         qk_l2norm: divide q and k by `sqrt(sum x^2 + 1e-6)`.
-        settled: the kernel launched directly before this one on the stream wrote neither these ids nor these slots. The
-            kernel then loads them while that one drains (programmatic dependent launch).
+        settled: the kernel launched directly before this one on the stream wrote neither these ids nor these slots, A_log or
+            dt_bias. The kernel then loads them while that one drains (programmatic dependent launch).
         out: `[N, HV, V]`, allocated unless given.
         backend: "auto" (kernels on sm_90, references elsewhere), "kernels" or "reference".
 

@@ -69,7 +69,7 @@ def gdn_layer_decode(
         cu_seqlens: `[N + 1]` int32 bounds of each sequence's new tokens; x, a, b, z then have T packed rows.
         draft_log: a log with conv inputs. num_accepted: `[N]` int32.
         settled: the kernel launched directly before this one on the stream wrote neither ids, positions, counts, halves nor
-            these slots and log rows, so that they are loaded while that kernel drains (programmatic dependent launch).
+            these slots, log rows and parameters: they are loaded while that kernel drains (programmatic dependent launch).
         out: `[N, HV * V]`, allocated unless given.
         backend: "auto" (kernels on sm_90, references elsewhere), "kernels" or "reference".
 

@@ -1,13 +1,13 @@
 """Fused layer steps, one token and verify: what their specialisations are, which are legal, and which one a shape gets.
 
 One thread block owns a whole (sequence, value head), so that the norm over V needs no second block. A single-token block works
-through its 128 rows of V in passes of `warps * 4 * rows`, each of which lands in shared memory by one bulk copy.
+through its 128 rows of V in passes of `pass_rows`, each of which lands in shared memory by one bulk copy.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from ..compile.manifest import Entry, ResourceBudget
@@ -18,6 +18,7 @@ from .verify import VerifyKey
 WeightDtype = Literal["float32", "bfloat16"]
 WEIGHT_DTYPES: tuple[WeightDtype, ...] = ("float32", "bfloat16")
 CONV_WIDTH = 4
+SM_SHARED_BYTES = 233_472  # of one SM; each block takes 1 KiB besides its own
 
 # Bits of the kernel's `flags` argument: what changes between calls without changing the code.
 SETTLED = 1  # the kernel before this one wrote neither ids, positions, slots nor windows
@@ -32,29 +33,44 @@ class LayerDecodeKey:
     """Everything that changes the code of `kernels/layer_decode.py`.
 
     weight: dtype of the conv's taps and bias. rows: V rows a lane holds at a time, 1, 2 or 4. warps: warps a block.
+    blocks: the most blocks an SM may hold at once, kept by shared memory that is asked for and not used; 0 is no limit.
     """
 
-    TUNED: ClassVar[tuple[str, ...]] = ("rows", "warps")
+    TUNED: ClassVar[tuple[str, ...]] = ("rows", "warps", "blocks")
 
     kind: Kind
     state: StateDtype
     weight: WeightDtype
     rows: int
     warps: int
+    blocks: int = 0
 
     def symbol(self) -> str:
         """C identifier of the specialisation."""
-        return f"layer_decode_{self.kind}_{SHORT[self.state]}_w{SHORT[self.weight]}_r{self.rows}w{self.warps}"
+        tile = f"r{self.rows}w{self.warps}{f'b{self.blocks}' if self.blocks else ''}"
+        return f"layer_decode_{self.kind}_{SHORT[self.state]}_w{SHORT[self.weight]}_{tile}"
+
+    @property
+    def lanes(self) -> int:
+        """Lanes that share a row of V: 16 on an fp32 pool, where it measured 1 % faster (docs/notes/layer_decode.md)."""
+        return 16 if self.state == "float32" else 8
 
     @property
     def pass_rows(self) -> int:
         """Rows of V the block updates at a time."""
-        return self.warps * 4 * self.rows
+        return self.warps * 32 // self.lanes * self.rows
 
     def shared_bytes(self) -> int:
-        """Shared memory of a block: the landed state, a barrier a pass, six vectors of a head and two scalars."""
+        """Shared memory of a block: the landed state, a barrier a pass, six vectors of a head, two scalars, the unused part."""
         state = 128 * 128 * (4 if self.state == "float32" else 2)
-        return state + 8 * (128 // self.pass_rows) + 6 * 128 * 4 + 2 * 4 + 128
+        return state + 8 * (128 // self.pass_rows) + 6 * 128 * 4 + 2 * 4 + 128 + self.unused_bytes()
+
+    def unused_bytes(self) -> int:
+        """Shared memory that a block takes so that one more than `blocks` does not fit an SM."""
+        if not self.blocks:
+            return 0
+        used = replace(self, blocks=0).shared_bytes()
+        return max(0, SM_SHARED_BYTES // (self.blocks + 1) - used)
 
     def rejection(self) -> str | None:
         """Why this key has no kernel, or None."""
@@ -119,13 +135,20 @@ def choose(kind: Kind, state: StateDtype, weight: WeightDtype, heads: int = 0) -
 
 
 def heuristic(kind: Kind, state: StateDtype, weight: WeightDtype, heads: int = 0) -> LayerDecodeKey:
-    """One for every batch: 16 KiB (bf16: 8 KiB) a bulk copy kept the most bytes in flight when measured."""
-    return LayerDecodeKey(kind, state, weight, 2, 8 if state == "float32" else 4)
+    """One for every batch: 16 KiB (bf16: 8 KiB) a bulk copy; with whole heads in fp32 two blocks an SM are faster than three."""
+    if state == "float32":
+        return LayerDecodeKey(kind, state, weight, 2, 8, 2)
+    return LayerDecodeKey(kind, state, weight, 2, 4)
 
 
 def candidates(kind: Kind, state: StateDtype, weight: WeightDtype) -> list[LayerDecodeKey]:
     """The space a sweep tries."""
-    keys = [LayerDecodeKey(kind, state, weight, rows, warps) for rows in (1, 2, 4) for warps in (4, 8, 16)]
+    keys = [
+        LayerDecodeKey(kind, state, weight, rows, warps, blocks)
+        for rows in (1, 2, 4)
+        for warps in (4, 8, 16)
+        for blocks in (0, 2, 3)
+    ]
     return [key for key in keys if key.rejection() is None]
 
 

@@ -7,6 +7,7 @@ a row goes through `offset_ptr`: one 64-bit multiply-add a stream; further offse
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int64, Uint32
+from cutlass._mlir.dialects import llvm
 
 GMEM = cute.AddressSpace.gmem
 SMEM = cute.AddressSpace.smem
@@ -16,6 +17,19 @@ def offset_ptr(base, offset, dtype, align):
     """Global pointer `base + offset` elements; `base` is a pointer of any type, `align` in bytes."""
     address = base.toint() + Int64(offset) * (dtype.width // 8)
     return cute.make_ptr(dtype, address, GMEM, assumed_align=align)
+
+
+def made_here(ptr, align):
+    """The pointer, computed before whatever follows: a wait, say, after which the address would cost time."""
+    address = llvm.inline_asm(
+        res=Int64.mlir_type,
+        operands_=[ptr.toint().ir_value()],
+        asm_string="mov.b64 $0, $1;",
+        constraints="=l,l",
+        has_side_effects=True,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+    return cute.make_ptr(ptr.value_type, Int64(address), GMEM, assumed_align=align)
 
 
 def smem_ptr(base, offset, dtype, align):

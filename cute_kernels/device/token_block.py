@@ -18,8 +18,7 @@ from .token_step import (
     NORM_LANES,
     NORM_VALUES,
     decay_factor,
-    dot_channels,
-    normalize,
+    normalize_pair,
     put_channels,
     take_channels,
 )
@@ -153,9 +152,7 @@ class TokenBlock:
         """
         raw_k, raw_q, raw_v, raw_gate, raw_beta = raw
         token, lane16 = thread // NORM_LANES, thread % NORM_LANES
-        rK = normalize(raw_k, scale, l2norm, False)
-        rQ = normalize(raw_q, scale, l2norm, True)
-        kq = dot_channels(rK, rQ)
+        rK, rQ, kq = normalize_pair(raw_k, raw_q, scale, l2norm)
         at = token * self.record
         put_channels(rK, base, at, lane16, self.dtype)
         put_channels(rQ, base, at + self.at_q, lane16, self.dtype)

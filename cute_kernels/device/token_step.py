@@ -4,13 +4,12 @@
     u  = beta (v - a)         S = S~ + u k^T  o = b + u (k.q)
 
 Decode, verify, replay and token-by-token prefill promise equal bits. They get them from this file: every multiply and
-add is pinned, norms have one lane mapping (16 lanes x 8 channels), dot products another (8 lanes x 16 channels), and
-each is reduced in one order. Rows a lane, warps, tile and batch change nothing. The order of K in a lane follows the
-pool's dtype, so equal bits are promised within one pool dtype.
+add is pinned, norms have one lane mapping (16 lanes x 8 channels), and each sum has one order. Dot products over K are 16
+chains of 8 values, then a tree; 16 lanes a row carry a chain each, 8 lanes two. So lanes and rows a lane, warps, tile and batch
+change nothing. The order of K in a chain follows the pool's dtype: equal bits are promised within one pool dtype.
 
-State tile: 8 lanes share a row of V. A lane owns 16 of the 128 K values of each of its rows, as 16-byte vectors at
-K = 32c + 4l (fp32, c < 4) or K = 64c + 8l (bf16, c < 2), l the lane's place among the 8. In registers a tile is
-(16, rows): value i of a row is K `channel_of(i, l, dtype)`.
+State tile: 8 or 16 lanes share a row of V. A lane owns 16 or 8 of the 128 K values of each of its rows, as 16-byte vectors of w
+values. Vector c of lane l starts at K = wl + `vector_start(c)`. In registers a tile is (16, rows) or (8, rows).
 """
 
 import cutlass
@@ -22,8 +21,9 @@ from .memory import load_vector, narrow, smem_ptr, store_vector, widen, zero_vec
 from .reduce import reduce_pairs, source_lane, sum_over
 
 HEAD_DIM = 128
-ROW_LANES = 8  # lanes that share a row of V
+ROW_LANES = 8  # lanes that share a row of V, where a kernel does not say 16
 LANE_VALUES = HEAD_DIM // ROW_LANES  # K values of a row a lane owns
+CHAIN = 8  # values of K that are summed one after the other
 NORM_LANES = 16  # lanes that share a q or k vector while it is normalised
 NORM_VALUES = HEAD_DIM // NORM_LANES
 L2NORM_EPS = 1e-6
@@ -34,10 +34,17 @@ def vector_width(dtype):
     return 128 // dtype.width
 
 
-def channel_of(i, l8, dtype):
-    """K index of value `i` (static) of lane `l8` of the 8."""
-    width = vector_width(dtype)
-    return (i // width) * ROW_LANES * width + l8 * width + i % width
+def vector_start(c, dtype, lanes=ROW_LANES):
+    """K of vector `c` (static) of a lane's row, beside that of its first. Both vectors of an fp32 chain come together."""
+    stride = lanes * vector_width(dtype)
+    return (c % 2 * 2 + c // 2 if HEAD_DIM // stride == 4 else c) * stride
+
+
+def place_of(channel, dtype):
+    """Where a channel of a vector of 128 stands in shared memory, so that `take_channels` reads whole rows of banks."""
+    if vector_width(dtype) == 4:
+        return channel // 32 % 2 * 64 + channel // 64 * 32 + channel % 32
+    return channel // 64 * 64 + channel // 4 % 2 * 32 + channel // 8 % 8 * 4 + channel % 4
 
 
 @cute.jit
@@ -48,12 +55,7 @@ def normalize(rX: cute.Tensor, scale: Float32, l2norm: Boolean, scaled: cutlass.
     """
     rX = widen(rX, NORM_VALUES)
     rY = cute.make_rmem_tensor(cute.make_layout(NORM_VALUES), Float32)
-    squares = Float32(0.0)
-    for i in cutlass.range_constexpr(NORM_VALUES):
-        squares = fma_rn(rX[i], rX[i], squares)
-    squares = sum_over(squares, NORM_LANES)
-    norm = cute.math.rsqrt(add_rn(squares, Float32(L2NORM_EPS)), fastmath=True)
-    factor = norm if l2norm else Float32(1.0)
+    factor = norm_factor(sum_over(dot_channels(rX, rX), NORM_LANES), l2norm)
     if const_expr(scaled):
         factor = mul_rn(factor, scale)
     for i in cutlass.range_constexpr(NORM_VALUES):
@@ -62,43 +64,57 @@ def normalize(rX: cute.Tensor, scale: Float32, l2norm: Boolean, scaled: cutlass.
 
 
 @cute.jit
-def dot_channels(rK: cute.Tensor, rQ: cute.Tensor) -> Float32:
-    """k.q of two normalised vectors spread over the same 16 lanes; every lane gets the sum."""
-    total = Float32(0.0)
+def normalize_pair(raw_k: cute.Tensor, raw_q: cute.Tensor, scale: Float32, l2norm: Boolean):
+    """Normalised k, normalised and scaled q, and their product k.q; 8 raw channels of each a lane, over the same 16 lanes.
+
+    The three sums are taken side by side: k.q is that of the raw vectors times both factors.
+    """
+    wide_k, wide_q = widen(raw_k, NORM_VALUES), widen(raw_q, NORM_VALUES)
+    kk, qq, kq = dot_channels(wide_k, wide_k), dot_channels(wide_q, wide_q), dot_channels(wide_k, wide_q)
+    for step in cutlass.range_constexpr(NORM_LANES.bit_length() - 1):
+        kk = add_rn(kk, cute.arch.shuffle_sync_bfly(kk, offset=1 << step))
+        qq = add_rn(qq, cute.arch.shuffle_sync_bfly(qq, offset=1 << step))
+        kq = add_rn(kq, cute.arch.shuffle_sync_bfly(kq, offset=1 << step))
+    factor_k, factor_q = norm_factor(kk, l2norm), mul_rn(norm_factor(qq, l2norm), scale)
+    rK = cute.make_rmem_tensor(cute.make_layout(NORM_VALUES), Float32)
+    rQ = cute.make_rmem_tensor(cute.make_layout(NORM_VALUES), Float32)
     for i in cutlass.range_constexpr(NORM_VALUES):
-        total = fma_rn(rK[i], rQ[i], total)
-    return sum_over(total, NORM_LANES)
+        rK[i] = mul_rn(wide_k[i], factor_k)
+        rQ[i] = mul_rn(wide_q[i], factor_q)
+    return rK, rQ, mul_rn(mul_rn(kq, factor_k), factor_q)
 
 
-def load_channels(base, offset, l8, dtype):
-    """The 16 values of a 128-value fp32 vector in shared memory that lane `l8` needs, in the order of its state row."""
-    width = vector_width(dtype)
-    rX = cute.make_rmem_tensor(cute.make_layout(LANE_VALUES), Float32)
-    for vector in range(LANE_VALUES // 4):
-        part = load_vector(smem_ptr(base, offset + channel_of(4 * vector, l8, dtype), Float32, 16), 4)
-        for i in range(4):
-            rX[4 * vector + i] = part[i]
-    return rX
+@cute.jit
+def norm_factor(squares: Float32, l2norm: Boolean) -> Float32:
+    """1 / sqrt(squares + 1e-6), or 1 without `l2norm`."""
+    norm = cute.math.rsqrt(add_rn(squares, Float32(L2NORM_EPS)), fastmath=True)
+    return norm if l2norm else Float32(1.0)
+
+
+def dot_channels(rX, rY):
+    """A lane's part of the product of two vectors: 8 channels, fp32, in one chain."""
+    total = Float32(0.0)
+    for i in range(NORM_VALUES):
+        total = fma_rn(rX[i], rY[i], total)
+    return total
 
 
 def put_channels(rX, base, offset, lane16, dtype):
-    """Store a lane's 8 of 128 fp32 channels so that `take_channels` reads whole rows of banks for either pool dtype."""
+    """Store a lane's 8 of 128 fp32 channels as `place_of` says."""
     for half in range(2):
-        if vector_width(dtype) == 4:
-            place = lane16 * NORM_VALUES + half * 4
-        else:
-            place = lane16 // 8 * 64 + half * 32 + lane16 % 8 * 4
         part = cute.make_rmem_tensor(cute.make_layout(4), Float32)
         for i in range(4):
             part[i] = rX[half * 4 + i]
+        place = place_of(lane16 * NORM_VALUES + half * 4, dtype)
         store_vector(part, smem_ptr(base, offset + place, Float32, 16), 4)
 
 
-def take_channels(base, offset, l8):
-    """The 16 values of a vector stored by `put_channels` that lane `l8` needs, in the order of its state row."""
-    rX = cute.make_rmem_tensor(cute.make_layout(LANE_VALUES), Float32)
-    for vector in range(LANE_VALUES // 4):
-        part = load_vector(smem_ptr(base, offset + vector * 32 + l8 * 4, Float32, 16), 4)
+def take_channels(base, offset, place, lanes=ROW_LANES):
+    """The values of a vector stored as `place_of` says that lane `place` of a row needs, in the order of its state row."""
+    rX = cute.make_rmem_tensor(cute.make_layout(HEAD_DIM // lanes), Float32)
+    first = place * 4 if lanes == ROW_LANES else place // ROW_LANES * 64 + place % ROW_LANES * 4
+    for vector in range(HEAD_DIM // lanes // 4):
+        part = load_vector(smem_ptr(base, offset + first + vector * 32, Float32, 16), 4)
         for i in range(4):
             rX[4 * vector + i] = part[i]
     return rX
@@ -114,42 +130,48 @@ def decay_factor(
     return decay_of(log_decay_softplus(raw, bias, a_log))
 
 
-def tile_layout(rows):
-    """Register layout of a state tile: 16 K values of each of `rows` rows of V."""
-    return cute.make_layout((LANE_VALUES, rows))
+def tile_layout(rows, lanes=ROW_LANES):
+    """Register layout of a state tile: a lane's K values of each of `rows` rows of V."""
+    return cute.make_layout((HEAD_DIM // lanes, rows))
 
 
-def load_rows(ptr, rows, dtype):
+def load_rows(ptr, rows, dtype, lanes=ROW_LANES):
     """`rows` consecutive V rows as stored, as 16-byte vectors; `ptr` is the lane's first vector of the first."""
-    stride = ROW_LANES * vector_width(dtype)
+    width = vector_width(dtype)
     vectors = []
     for r in range(rows):
-        for c in range(LANE_VALUES // vector_width(dtype)):
-            vectors.append(load_vector(ptr + r * HEAD_DIM + c * stride, vector_width(dtype)))
+        for c in range(HEAD_DIM // lanes // width):
+            vectors.append(load_vector(ptr + r * HEAD_DIM + vector_start(c, dtype, lanes), width))
     return vectors
 
 
 @cute.jit
-def load_rows_if(valid: Boolean, ptr: cute.Pointer, rows: cutlass.Constexpr, dtype: cutlass.Constexpr):
+def load_rows_if(
+    valid: Boolean,
+    ptr: cute.Pointer,
+    rows: cutlass.Constexpr,
+    dtype: cutlass.Constexpr,
+    lanes: cutlass.Constexpr = ROW_LANES,
+):
     """`load_rows`, or zeros without touching memory where `valid` is false."""
     width = vector_width(dtype)
-    stride = ROW_LANES * width
+    count = HEAD_DIM // lanes // width
     vectors = []
-    for i in cutlass.range_constexpr(rows * LANE_VALUES // width):
+    for i in cutlass.range_constexpr(rows * count):
         vectors.append(zero_vector(dtype, width))
     if valid:
         for r in cutlass.range_constexpr(rows):
-            for c in cutlass.range_constexpr(LANE_VALUES // width):
-                source = cute.make_tensor(ptr + r * HEAD_DIM + c * stride, cute.make_layout(width))
-                cute.autovec_copy(source, vectors[r * (LANE_VALUES // width) + c])
+            for c in cutlass.range_constexpr(count):
+                source = cute.make_tensor(ptr + r * HEAD_DIM + vector_start(c, dtype, lanes), cute.make_layout(width))
+                cute.autovec_copy(source, vectors[r * count + c])
     return vectors
 
 
-def widen_rows(vectors, rows, dtype):
-    """Vectors of `load_rows` as an fp32 tile (16, rows)."""
+def widen_rows(vectors, rows, dtype, lanes=ROW_LANES):
+    """Vectors of `load_rows` as an fp32 tile."""
     width = vector_width(dtype)
-    count = LANE_VALUES // width
-    rS = cute.make_rmem_tensor(tile_layout(rows), Float32)
+    count = HEAD_DIM // lanes // width
+    rS = cute.make_rmem_tensor(tile_layout(rows, lanes), Float32)
     for r in range(rows):
         for c in range(count):
             values = widen(vectors[r * count + c], width)
@@ -158,16 +180,15 @@ def widen_rows(vectors, rows, dtype):
     return rS
 
 
-def store_rows(rS, ptr, rows, dtype):
-    """Store an fp32 tile (16, rows), rounded once to the pool's dtype. `ptr` as in `load_rows`."""
+def store_rows(rS, ptr, rows, dtype, lanes=ROW_LANES):
+    """Store an fp32 tile, rounded once to the pool's dtype. `ptr` as in `load_rows`."""
     width = vector_width(dtype)
-    stride = ROW_LANES * width
     rX = cute.make_rmem_tensor(cute.make_layout(width), Float32)
     for r in range(rows):
-        for c in range(LANE_VALUES // width):
+        for c in range(HEAD_DIM // lanes // width):
             for i in range(width):
                 rX[i] = rS[c * width + i, r]
-            store_vector(narrow(rX, width, dtype), ptr + r * HEAD_DIM + c * stride, width)
+            store_vector(narrow(rX, width, dtype), ptr + r * HEAD_DIM + vector_start(c, dtype, lanes), width)
 
 
 def round_rows(rS, rows, dtype):
@@ -189,32 +210,38 @@ def _decay_at(decay, i):
     return decay if isinstance(decay, Float32) else decay[i]
 
 
-def token_step(rS, rK, rQ, decay, beta, v_own, kq, lane, rows):
-    """One token on a tile (16, rows), in place. Returns `(o, u)` of row `owned_row(lane, rows)` of the 8 lanes' rows.
+def token_step(rS, rK, rQ, decay, beta, v_own, kq, lane, rows, lanes=ROW_LANES):
+    """One token on a tile, in place. Returns `(o, u)` of row `owned_row(lane, rows, lanes)` of the lanes' rows.
 
-    `o` is valid in lanes with bit 2 set, `u` in lanes with it clear. `rK`, `rQ`: the lane's 16 normalised
-    values, q scaled. `decay`: Float32 (GDN), or the lane's 16 factors (KDA). `v_own`: v of the owned row. `kq`: k.q.
+    `o` is valid in the upper half of a row's lanes, `u` in the lower. `rK`, `rQ`: the lane's normalised values, q
+    scaled. `decay`: Float32 (GDN), or the lane's factors (KDA). `v_own`: v of the owned row. `kq`: k.q.
     """
+    values = HEAD_DIM // lanes
     dots_k = []
     dots_q = []
     for r in range(rows):
-        a = Float32(0.0)
-        b = Float32(0.0)
-        for i in range(LANE_VALUES):
-            s = mul_rn(rS[i, r], _decay_at(decay, i))
-            a = fma_rn(s, rK[i], a)
-            b = fma_rn(s, rQ[i], b)
-            rS[i, r] = s
-        dots_k.append(a)
-        dots_q.append(b)
-    total = reduce_pairs(dots_k, dots_q, lane, rows)
+        chains = []
+        for start in range(0, values, CHAIN):
+            a = Float32(0.0)
+            b = Float32(0.0)
+            for i in range(start, start + CHAIN):
+                s = mul_rn(rS[i, r], _decay_at(decay, i))
+                a = fma_rn(s, rK[i], a)
+                b = fma_rn(s, rQ[i], b)
+                rS[i, r] = s
+            chains.append((a, b))
+        if len(chains) == 2:
+            chains = [(add_rn(chains[0][0], chains[1][0]), add_rn(chains[0][1], chains[1][1]))]
+        dots_k.append(chains[0][0])
+        dots_q.append(chains[0][1])
+    total = reduce_pairs(dots_k, dots_q, lane, rows, lanes)
     u = mul_rn(beta, add_rn(v_own, -total))
-    first = lane & (32 - ROW_LANES)
+    first = lane & (32 - lanes)
     for r in range(rows):
-        u_row = cute.arch.shuffle_sync(u, first + source_lane(r, rows))
-        for i in range(LANE_VALUES):
+        u_row = cute.arch.shuffle_sync(u, first + source_lane(r, rows, lanes))
+        for i in range(values):
             rS[i, r] = fma_rn(rK[i], u_row, rS[i, r])
-    u_of_row = cute.arch.shuffle_sync(u, lane & (31 - ROW_LANES // 2))
+    u_of_row = cute.arch.shuffle_sync(u, lane & (31 - lanes // 2))
     return fma_rn(u_of_row, kq, total), u
 
 
@@ -225,18 +252,18 @@ def replay_step(rS, rK, u_rows, decay, rows):
             rS[i, r] = fma_rn(rK[i], u_rows[r], mul_rn(rS[i, r], _decay_at(decay, i)))
 
 
-def holds_output(lane, rows):
+def holds_output(lane, rows, lanes=ROW_LANES):
     """Whether this lane is the one of its row that stores `o`."""
-    duplicates = ROW_LANES // 2 // rows  # lanes of one half that hold the same row's sum
-    return ((lane & 4) != 0) & ((lane & (duplicates - 1)) == 0)
+    duplicates = lanes // 2 // rows  # lanes of one half that hold the same row's sum
+    return ((lane & (lanes // 2)) != 0) & ((lane & (duplicates - 1)) == 0)
 
 
 def holds_u(lane, rows):
-    """Whether this lane is the one of its row that stores `u`."""
+    """Whether this lane, of the 8 of its row, is the one that stores `u`."""
     duplicates = ROW_LANES // 2 // rows
     return ((lane & 4) == 0) & ((lane & (duplicates - 1)) == 0)
 
 
-def lane_in_row(lane: Int32) -> Int32:
-    """Place of a lane among the 8 that share a row."""
-    return lane & (ROW_LANES - 1)
+def lane_in_row(lane: Int32, lanes=ROW_LANES) -> Int32:
+    """Place of a lane among those that share a row."""
+    return lane & (lanes - 1)

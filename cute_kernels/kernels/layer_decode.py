@@ -27,10 +27,10 @@ from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
 from ..compile.cache import cute_compile
 from ..compile.fake import fake_ids, fake_matrix, fake_stream, fake_vector
 from ..configs.layer import CONV_BIAS, CONV_WIDTH, NORM_BF16, SETTLED, SILU_GATE, LayerDecodeKey
-from ..device.arith import fma_rn, sigmoid
+from ..device.arith import fma_rn, mul_rn, sigmoid
 from ..device.conv import DTYPES, copy_into, fake_tokens, window_ptr
 from ..device.layer_parts import convolved, gated, output_gate
-from ..device.memory import load_vector, offset_ptr, smem_ptr, store_vector, widen, zero_vector
+from ..device.memory import load_vector, made_here, offset_ptr, smem_ptr, store_vector, widen, zero_vector
 from ..device.reduce import owned_row, sum_over
 from ..device.state_io import row_ptr, slot_is_valid, slot_ptr
 from ..device.token_step import (
@@ -41,9 +41,9 @@ from ..device.token_step import (
     dot_channels,
     holds_output,
     lane_in_row,
-    load_channels,
     load_rows,
-    normalize,
+    norm_factor,
+    place_of,
     put_channels,
     store_rows,
     take_channels,
@@ -63,7 +63,7 @@ class LayerDecode:
         self.dtype, self.weight_dtype = DTYPES[key.state], DTYPES[key.weight]
         self.kda = key.kind != "gdn"
         self.bounded = key.kind == "kda_bounded"
-        self.rows, self.pass_rows = key.rows, key.pass_rows
+        self.rows, self.lanes, self.pass_rows = key.rows, key.lanes, key.pass_rows
         self.passes = HEAD_DIM // self.pass_rows
         self.pass_bytes = self.pass_rows * HEAD_DIM * self.dtype.width // 8
         self.threads = 32 * key.warps
@@ -197,9 +197,12 @@ class LayerDecode:
         sDecay = smem.allocate_tensor(Float32, cute.make_layout(HEAD_DIM if self.kda else 4), 16)
         sO = smem.allocate_tensor(Float32, cute.make_layout(HEAD_DIM), 16)
         sScalar = smem.allocate_tensor(Float32, cute.make_layout(2), 8)  # beta, k.q
+        if const_expr(self.key.unused_bytes()):
+            smem.allocate(self.key.unused_bytes())
 
         lane, warp = tidx % 32, tidx // 32
-        l8 = lane_in_row(lane)
+        place = lane_in_row(lane, self.lanes)
+        head_start = head * HEAD_DIM * HEAD_DIM
         self.land_state(mState, sState, bars, tidx, head, read, reads)
 
         vector = cutlass.min(tidx // NORM_LANES, 2)  # k, q, v
@@ -216,12 +219,13 @@ class LayerDecode:
                     token = position + (j - (CONV_WIDTH - 1))
                     source = window_ptr(mConvState, read, token, channel, CONV_WIDTH, NORM_VALUES)
                     copy_into(source, history[j], NORM_VALUES)
+        x_ptr = made_here(row_ptr(mX, seq, channel, 16), 16)
         if (flags & SETTLED) != 0:
             cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
 
         if tidx < CONV_THREADS:
-            rX = load_vector(row_ptr(mX, seq, channel, 16), NORM_VALUES)
+            rX = load_vector(x_ptr, NORM_VALUES)
             if stores:
                 self.store_window(mConvState, history, rX, channel, read, write, position)
             rY = convolved(mConvBias, [*history, rX], rTaps, channel, flags & CONV_BIAS, NORM_VALUES)
@@ -231,23 +235,24 @@ class LayerDecode:
         self.put_gates(mGate, mBeta, mALog, mBias, sDecay, sScalar, lower_bound, tidx, head, seq)
         cute.arch.sync_threads()
 
-        rK = take_channels(sKQ.iterator, 0, l8)
-        rQ = take_channels(sKQ.iterator, HEAD_DIM, l8)
-        decay = load_channels(sDecay.iterator, 0, l8, self.dtype) if const_expr(self.kda) else sDecay[0]
+        rK = take_channels(sKQ.iterator, 0, place, self.lanes)
+        rQ = take_channels(sKQ.iterator, HEAD_DIM, place, self.lanes)
+        decay = take_channels(sDecay.iterator, 0, place, self.lanes) if const_expr(self.kda) else sDecay[0]
         beta, kq = sScalar[0], sScalar[1]
-        head_start = head * HEAD_DIM * HEAD_DIM
         for p in cutlass.range_constexpr(self.passes):
-            row0 = p * self.pass_rows + tidx // 8 * self.rows
-            inner = row0 * HEAD_DIM + l8 * vector_width(self.dtype)
-            own = row0 + owned_row(lane, self.rows)
+            row0 = p * self.pass_rows + tidx // self.lanes * self.rows
+            inner = row0 * HEAD_DIM + place * vector_width(self.dtype)
+            own = row0 + owned_row(lane, self.rows, self.lanes)
             if reads:
                 cute.arch.mbarrier_wait(bars + p, 0)
-            landed = load_rows(smem_ptr(sState.iterator, inner, self.dtype, 16), self.rows, self.dtype)
-            rS = widen_rows(landed, self.rows, self.dtype)
-            o, _ = token_step(rS, rK, rQ, decay, beta, sV[own], kq, lane, self.rows)
+            source = smem_ptr(sState.iterator, inner, self.dtype, 16)
+            landed = load_rows(source, self.rows, self.dtype, self.lanes)
+            rS = widen_rows(landed, self.rows, self.dtype, self.lanes)
+            o, _ = token_step(rS, rK, rQ, decay, beta, sV[own], kq, lane, self.rows, self.lanes)
             if writes:
-                store_rows(rS, slot_ptr(mState, write, head_start + inner), self.rows, self.dtype)
-            if holds_output(lane, self.rows):
+                target = slot_ptr(mState, write, head_start + inner)
+                store_rows(rS, target, self.rows, self.dtype, self.lanes)
+            if holds_output(lane, self.rows, self.lanes):
                 sO[own] = o
         cute.arch.sync_threads()
         if warp == NORM_WARP:
@@ -312,15 +317,22 @@ class LayerDecode:
         lane16 = tidx % NORM_LANES
         if tidx < 32:
             is_q = tidx >= NORM_LANES
-            # A scale of one leaves k's bits as `normalize` without a scale makes them.
-            rN = normalize(rY, scale if is_q else Float32(1.0), True, True)
-            rOther = cute.make_rmem_tensor(cute.make_layout(NORM_VALUES), Float32)
+            rX = widen(rY, NORM_VALUES)
+            words = cute.recast_tensor(rY, Int32)
+            other = cute.make_rmem_tensor(cute.make_layout(NORM_VALUES // 2), Int32)
+            for i in cutlass.range_constexpr(NORM_VALUES // 2):
+                other[i] = cute.arch.shuffle_sync_bfly(words[i], offset=NORM_LANES)
+            # As `normalize_pair`, with k and q in the two halves of the warp. A scale of one leaves k's bits alone.
+            squares = sum_over(dot_channels(rX, rX), NORM_LANES)
+            kq = sum_over(dot_channels(rX, widen(cute.recast_tensor(other, BFloat16), NORM_VALUES)), NORM_LANES)
+            factor = mul_rn(norm_factor(squares, True), scale if is_q else Float32(1.0))
+            rN = cute.make_rmem_tensor(cute.make_layout(NORM_VALUES), Float32)
             for i in cutlass.range_constexpr(NORM_VALUES):
-                rOther[i] = cute.arch.shuffle_sync_bfly(rN[i], offset=NORM_LANES)
-            kq = dot_channels(rN, rOther)
+                rN[i] = mul_rn(rX[i], factor)
             put_channels(rN, sKQ.iterator, (HEAD_DIM if is_q else 0), lane16, self.dtype)
+            factor_q = cute.arch.shuffle_sync_bfly(factor, offset=NORM_LANES)
             if tidx == 0:
-                sScalar[1] = kq
+                sScalar[1] = mul_rn(mul_rn(kq, factor), factor_q)
         if tidx >= 32 and tidx < 32 + NORM_LANES:
             rV = widen(rY, NORM_VALUES)
             store_vector(rV, smem_ptr(sV.iterator, lane16 * NORM_VALUES, Float32, 16), NORM_VALUES)
@@ -364,7 +376,7 @@ class LayerDecode:
                 raw = load_vector(row_ptr(mGate, seq, inner, 2 * width), width)
                 bias = load_vector(offset_ptr(mBias.iterator, inner, Float32, 4 * width), width)
                 for i in cutlass.range_constexpr(width):
-                    sDecay[thread * width + i] = decay_factor(
+                    sDecay[place_of(thread * width + i, self.dtype)] = decay_factor(
                         self.bounded, Float32(raw[i]), bias[i], mALog[head], lower_bound
                     )
         if tidx == self.threads - 1:

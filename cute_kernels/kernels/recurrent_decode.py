@@ -3,13 +3,14 @@
     s = diag(decay) S;  u = beta (v - s k);  S' = s + u k^T;  o = scale S' q
 
 A block owns `tile` rows of V of one (sequence n, value head h); grid (HV * 128 / tile, N).
-1  every thread reads the ids and issues its state loads: 8 lanes a V row, `rows` rows a lane, 16-byte vectors, to registers;
-2  with PDL it waits for the previous kernel only now if that one wrote neither ids nor these slots (`settled`), else before 1;
+1  every thread reads the ids and issues its state loads, 16-byte vectors, to registers: 16 lanes a V row, `rows` rows a lane;
+2  with PDL it waits for the previous kernel only now if that one wrote neither ids, slots nor weights (`settled`), else before 1;
    then the next kernel may start;
-3  16 lanes normalise k and q (8 channels each) and form k.q, into shared memory (1 KiB); beta and the decay (KDA: 128) too;
-4  one block barrier; every thread reads its 16 k, q (and decay) values;
-5  one pass over the registers gives s, s.k and s.q; one butterfly reduces all of a lane's rows; o = s.q + u (k.q);
-6  S' goes from registers to the write slot, rounded once; o by the lanes that hold the s.q sums.
+3  all that is left is asked for at once: q, k by the first warp, v, gates and beta;
+4  16 lanes normalise k and q (8 channels each) and form k.q, into shared memory (1 KiB); the last warp puts beta and the decay;
+5  one block barrier; every thread reads its 8 k, q (and decay) values;
+6  one pass over the registers gives s, s.k and s.q; one butterfly reduces all of a lane's rows; o = s.q + u (k.q);
+7  S' goes from registers to the write slot, rounded once; o by the lanes that hold the s.q sums.
 No block reads what another writes: rows of V are disjoint, so in place needs no order. A slot id outside the pool reads zeros
 and stores nothing; a row with neither gives zeros.
 """
@@ -23,7 +24,8 @@ from ..compile.cache import cute_compile
 from ..compile.fake import fake_ids, fake_stream, fake_vector
 from ..configs.recurrent import RecurrentDecodeKey
 from ..device.arith import sigmoid
-from ..device.memory import load_vector, smem_ptr, store_vector
+from ..device.conv import copy_into
+from ..device.memory import load_vector, offset_ptr, smem_ptr, store_vector, zero_vector
 from ..device.reduce import owned_row
 from ..device.state_io import row_ptr, slot_is_valid, slot_ptr
 from ..device.token_step import (
@@ -31,18 +33,20 @@ from ..device.token_step import (
     NORM_LANES,
     NORM_VALUES,
     decay_factor,
-    dot_channels,
     holds_output,
     lane_in_row,
-    load_channels,
     load_rows_if,
-    normalize,
+    normalize_pair,
+    place_of,
+    put_channels,
     store_rows,
+    take_channels,
     token_step,
     vector_width,
     widen_rows,
 )
 
+LANES = 16  # that share a row of V: with 8 a thread holds twice the k, q and decay, and fewer blocks fit an SM
 GRID_Y = 65535  # rows of the grid; more sequences go to its z dimension
 
 
@@ -55,6 +59,9 @@ class RecurrentDecode:
         self.rows, self.warps, self.tile = key.rows, key.warps, key.tile
         self.tiles = HEAD_DIM // self.tile
         self.threads = 32 * self.warps
+        # KDA's 128 decays: 4 a lane of the last warp, which no norm keeps busy; with many warps 2 a lane of the last two.
+        self.gate_threads = 64 if self.warps >= 8 else 32
+        self.gate_width = HEAD_DIM // self.gate_threads if self.kda else 1
 
     @cute.jit
     def __call__(
@@ -149,103 +156,118 @@ class RecurrentDecode:
             if settled == 0:
                 cute.arch.griddepcontrol_wait()
         smem = cutlass.utils.SmemAllocator()
-        sK = smem.allocate_tensor(Float32, cute.make_layout(HEAD_DIM), 16)
-        sQ = smem.allocate_tensor(Float32, cute.make_layout(HEAD_DIM), 16)
+        sKQ = smem.allocate_tensor(Float32, cute.make_layout(2 * HEAD_DIM), 16)
         sDecay = smem.allocate_tensor(Float32, cute.make_layout(HEAD_DIM if self.kda else 1), 16)
-        sScalar = smem.allocate_tensor(Float32, cute.make_layout(2), 8)  # beta, k.q
+        sScalar = smem.allocate_tensor(Float32, cute.make_layout(4), 16)  # beta, k.q, GDN's decay
 
         lane = tidx % 32
-        l8 = lane_in_row(lane)
-        row0 = tile * self.tile + tidx // 8 * self.rows
+        place = lane_in_row(lane, LANES)
+        row0 = tile * self.tile + tidx // LANES * self.rows
         num_slots = cute.size(mState, mode=[0])
         read, write = Int32(mReadIds[seq]), Int32(mWriteIds[seq])
         reads, writes = slot_is_valid(read, num_slots), slot_is_valid(write, num_slots)
-        inner = (head * HEAD_DIM + row0) * HEAD_DIM + l8 * vector_width(self.dtype)
-        vectors = load_rows_if(reads, slot_ptr(mState, read, inner), self.rows, self.dtype)
+        inner = (head * HEAD_DIM + row0) * HEAD_DIM + place * vector_width(self.dtype)
+        vectors = load_rows_if(reads, slot_ptr(mState, read, inner), self.rows, self.dtype, LANES)
+        own = row0 + owned_row(lane, self.rows, LANES)
+        # (h + 1/2) HK / HV is never an integer, so truncation gives h // (HV // HK) exactly.
+        key_head = Int32((Float32(head) + Float32(0.5)) * heads_ratio)
+        gate_thread = tidx - (self.threads - self.gate_threads)
+        rBias = self.load_bias(mBias, gate_thread, head)
+        a_log = mALog[head]
         if const_expr(self.key.pdl):
             if settled != 0:
                 cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
 
-        own = row0 + owned_row(lane, self.rows)
-        v_own = Float32(load_vector(row_ptr(mV, seq, head * HEAD_DIM + own, 2), 1)[0])
-        # (h + 1/2) HK / HV is never an integer, so truncation gives h // (HV // HK) exactly.
-        key_head = Int32((Float32(head) + Float32(0.5)) * heads_ratio)
-        self.prepare_vectors(mQ, mK, sQ, sK, sScalar, l2norm, scale, tidx, seq, key_head)
-        self.prepare_gates(mGate, mBeta, mALog, mBias, sDecay, sScalar, lower_bound, tidx, seq, head)
+        raw_k, raw_q = zero_vector(BFloat16, NORM_VALUES), zero_vector(BFloat16, NORM_VALUES)
+        if tidx < 32:
+            channel = key_head * HEAD_DIM + tidx % NORM_LANES * NORM_VALUES
+            copy_into(row_ptr(mK, seq, channel, 16), raw_k, NORM_VALUES)
+            copy_into(row_ptr(mQ, seq, channel, 16), raw_q, NORM_VALUES)
+        raw_gate = self.load_gate(mGate, gate_thread, seq, head)
+        raw_beta = load_vector(row_ptr(mBeta, seq, head, 2), 1)
+        v_own = load_vector(row_ptr(mV, seq, head * HEAD_DIM + own, 2), 1)
+        if tidx < 32:
+            self.put_vectors(raw_k, raw_q, sKQ, sScalar, l2norm, scale, tidx)
+        if gate_thread >= 0:
+            self.put_gates(raw_gate, raw_beta, rBias, a_log, sDecay, sScalar, lower_bound, gate_thread)
         cute.arch.sync_threads()
 
-        rS = widen_rows(vectors, self.rows, self.dtype)
-        rK = load_channels(sK.iterator, 0, l8, self.dtype)
-        rQ = load_channels(sQ.iterator, 0, l8, self.dtype)
-        decay = load_channels(sDecay.iterator, 0, l8, self.dtype) if const_expr(self.kda) else sDecay[0]
-        o, _ = token_step(rS, rK, rQ, decay, sScalar[0], v_own, sScalar[1], lane, self.rows)
+        rS = widen_rows(vectors, self.rows, self.dtype, LANES)
+        rK = take_channels(sKQ.iterator, 0, place, LANES)
+        rQ = take_channels(sKQ.iterator, HEAD_DIM, place, LANES)
+        scalars = load_vector(smem_ptr(sScalar.iterator, 0, Float32, 16), 4)
+        decay = take_channels(sDecay.iterator, 0, place, LANES) if const_expr(self.kda) else scalars[2]
+        v_row = Float32(v_own[0])
+        o, _ = token_step(rS, rK, rQ, decay, scalars[0], v_row, scalars[1], lane, self.rows, LANES)
         if writes:
-            store_rows(rS, slot_ptr(mState, write, inner), self.rows, self.dtype)
-        if holds_output(lane, self.rows):
+            store_rows(rS, slot_ptr(mState, write, inner), self.rows, self.dtype, LANES)
+        if holds_output(lane, self.rows, LANES):
             live = reads | writes
             rO = cute.make_rmem_tensor(cute.make_layout(1), BFloat16)
             rO[0] = BFloat16(o if live else Float32(0.0))
             store_vector(rO, row_ptr(mOut, seq, head * HEAD_DIM + own, 2), 1)
 
     @cute.jit
-    def prepare_vectors(
+    def load_bias(self, mBias: cute.Tensor, gate_thread: Int32, head: Int32) -> cute.Tensor:
+        """dt_bias of the thread's decays."""
+        rBias = zero_vector(Float32, self.gate_width)
+        if gate_thread >= 0:
+            first = head * HEAD_DIM + gate_thread * self.gate_width if const_expr(self.kda) else head
+            copy_into(offset_ptr(mBias.iterator, first, Float32, 4 * self.gate_width), rBias, self.gate_width)
+        return rBias
+
+    @cute.jit
+    def load_gate(self, mGate: cute.Tensor, gate_thread: Int32, seq: Int32, head: Int32) -> cute.Tensor:
+        """Raw gate of the thread's decays."""
+        raw_gate = zero_vector(BFloat16, self.gate_width)
+        if gate_thread >= 0:
+            first = head * HEAD_DIM + gate_thread * self.gate_width if const_expr(self.kda) else head
+            copy_into(row_ptr(mGate, seq, first, 2 * self.gate_width), raw_gate, self.gate_width)
+        return raw_gate
+
+    @cute.jit
+    def put_vectors(
         self,
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        sQ: cute.Tensor,
-        sK: cute.Tensor,
+        raw_k: cute.Tensor,
+        raw_q: cute.Tensor,
+        sKQ: cute.Tensor,
         sScalar: cute.Tensor,
         l2norm: Int32,
         scale: Float32,
         tidx: Int32,
-        seq: Int32,
-        key_head: Int32,
     ):
-        """Normalised k and scaled q of the row's key head into shared memory, and k.q. All of warp 0's lanes take part:
-        its two halves do the same work, so that the shuffles need no mask."""
-        if tidx < 32:
-            channel = tidx % NORM_LANES * NORM_VALUES
-            inner = key_head * HEAD_DIM + channel
-            rK = normalize(load_vector(row_ptr(mK, seq, inner, 16), NORM_VALUES), scale, l2norm != 0, False)
-            rQ = normalize(load_vector(row_ptr(mQ, seq, inner, 16), NORM_VALUES), scale, l2norm != 0, True)
-            kq = dot_channels(rK, rQ)
-            if tidx < NORM_LANES:
-                store_vector(rK, smem_ptr(sK.iterator, channel, Float32, 16), NORM_VALUES)
-                store_vector(rQ, smem_ptr(sQ.iterator, channel, Float32, 16), NORM_VALUES)
-            if tidx == 0:
-                sScalar[1] = kq
+        """Normalised k, scaled q and k.q into shared memory by warp 0, whose two halves do the same work."""
+        rK, rQ, kq = normalize_pair(raw_k, raw_q, scale, l2norm != 0)
+        if tidx < NORM_LANES:
+            put_channels(rK, sKQ.iterator, 0, tidx, self.dtype)
+            put_channels(rQ, sKQ.iterator, HEAD_DIM, tidx, self.dtype)
+        if tidx == 0:
+            sScalar[1] = kq
 
     @cute.jit
-    def prepare_gates(
+    def put_gates(
         self,
-        mGate: cute.Tensor,
-        mBeta: cute.Tensor,
-        mALog: cute.Tensor,
-        mBias: cute.Tensor,
+        raw_gate: cute.Tensor,
+        raw_beta: cute.Tensor,
+        rBias: cute.Tensor,
+        a_log: Float32,
         sDecay: cute.Tensor,
         sScalar: cute.Tensor,
         lower_bound: Float32,
-        tidx: Int32,
-        seq: Int32,
-        head: Int32,
+        gate_thread: Int32,
     ):
-        """beta and the decay (KDA: one a channel, spread over the block) into shared memory."""
+        """beta and the decay (KDA: one a channel) into shared memory."""
+        rDecay = cute.make_rmem_tensor(cute.make_layout(self.gate_width), Float32)
+        for i in cutlass.range_constexpr(self.gate_width):
+            rDecay[i] = decay_factor(self.bounded, Float32(raw_gate[i]), rBias[i], a_log, lower_bound)
         if const_expr(self.kda):
-            if tidx < HEAD_DIM:
-                width = max(1, HEAD_DIM // self.threads)
-                inner = head * HEAD_DIM + tidx * width
-                raw = load_vector(row_ptr(mGate, seq, inner, 2 * width), width)
-                bias = load_vector(mBias.iterator + inner, width)
-                for i in cutlass.range_constexpr(width):
-                    sDecay[tidx * width + i] = decay_factor(
-                        self.bounded, Float32(raw[i]), bias[i], mALog[head], lower_bound
-                    )
-        if tidx == self.threads - 1:
+            at = place_of(gate_thread * self.gate_width, self.dtype)
+            store_vector(rDecay, smem_ptr(sDecay.iterator, at, Float32, 4 * self.gate_width), self.gate_width)
+        if gate_thread == 0:
+            sScalar[0] = sigmoid(Float32(raw_beta[0]))
             if const_expr(not self.kda):
-                raw_gate = Float32(load_vector(row_ptr(mGate, seq, head, 2), 1)[0])
-                sDecay[0] = decay_factor(self.bounded, raw_gate, mBias[head], mALog[head], lower_bound)
-            sScalar[0] = sigmoid(Float32(load_vector(row_ptr(mBeta, seq, head, 2), 1)[0]))
+                sScalar[2] = rDecay[0]
 
 
 def build(key: RecurrentDecodeKey):

@@ -110,7 +110,7 @@ def test_bytes_that_are_no_text_are_ignored(tmp_path, caplog):
 
 
 PLANTED = {
-    "illegal tile": {"rows": 4, "warps": 16},
+    "illegal tile": {"rows": 4, "warps": 6},
     "rows the kernel has not": {"rows": 3},
     "text": {"rows": "4"},
     "a truth for a number": {"rows": True},

@@ -66,7 +66,7 @@ def test_candidates_are_legal_and_include_the_heuristic():
     space = candidates("gdn", "float32")
     assert all(key.rejection() is None for key in space)
     assert RecurrentDecodeKey("gdn", "float32", 3, 4, False).rejection() is not None
-    assert RecurrentDecodeKey("gdn", "float32", 4, 16, False).rejection() is not None
+    assert RecurrentDecodeKey("gdn", "float32", 4, 32, False).rejection() is not None
 
 
 def test_fingerprint_follows_imports(tmp_path, monkeypatch):

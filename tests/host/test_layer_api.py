@@ -104,6 +104,6 @@ def test_verify_keys_that_do_not_fit_say_why():
     assert "shared memory" in (keys[1].rejection() or "")
 
 
-@pytest.mark.parametrize(("rows", "warps"), [(3, 8), (2, 2), (4, 16), (2, 6)])
+@pytest.mark.parametrize(("rows", "warps"), [(3, 8), (2, 2), (4, 32), (2, 6)])
 def test_illegal_tiles_say_why(rows, warps):
     assert configs.LayerDecodeKey("gdn", "float32", "bfloat16", rows, warps).rejection()
