@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 
 from .checkpoints import Checkpoints
-from .compile.cache import jit_cache
+from .compile.cache import CompiledKernel, jit_cache
+from .configs import tables
 from .configs import verify as configs
 from .configs.recurrent import Kind, StateDtype
 from .draft_log import DraftLog
+from .validation import HEAD_DIM, check_gate
 
 verify_kernels = {file: jit_cache(file) for file in ("recurrent_verify", "wy_verify")}
 recurrent_prefill = jit_cache("recurrent_prefill")
@@ -46,40 +48,64 @@ def launch_verify(
     Arguments as the public operators; `gate` is GDN's a or KDA's raw g. `settled`: the kernel launched directly before this
     one wrote no ids, counts or log halves, nor these slots and log rows, so that they may be loaded while it drains. `key`
     overrides the chosen specialisation. More than `MAX_TOKENS` tokens in one row are cut off: the lengths are on the device.
+    Raises one of `REFUSALS` where the loaded function or `verify_function` refuses the arguments, before any launch.
     """
-    n, hv = read_ids.shape[0], state.shape[1]
-    if n == 0:
-        out.zero_()
-        return
-    if key is None:
-        key = configs.choose_verify(kind, STATE_NAMES[state.dtype], n * hv, round_tokens=round_every_token)
-    rows = draft_log.rows
-    verify_kernels[configs.kernel_file(key)](key)(
+    (_, hk, width), hv, log, rows = q.shape, v.shape[1], draft_log, draft_log.rows
+    bias = dt_bias if dt_bias.dim() == 1 else dt_bias.view(-1)
+    sizes = (read_ids.numel(), cu_seqlens.numel(), log.half.numel(), hk, hv, bias.numel())
+    mapped = None if rows is None else rows.numel()
+    verify_function(kind, lower_bound, scale, state.dtype, round_every_token, sizes, mapped, key)(
         q,
         k,
         v,
         gate,
         b,
         A_log,
-        dt_bias if dt_bias.dim() == 1 else dt_bias.view(-1),
+        bias,
         state,
         read_ids,
         write_ids,
         cu_seqlens,
-        draft_log.k,
-        draft_log.u,
-        draft_log.g,
-        draft_log.half,
-        draft_log.half if rows is None else rows,
+        log.k,
+        log.u,
+        log.g,
+        log.half,
+        log.half if rows is None else rows,
         num_accepted,
         out,
-        int(rows is not None),
-        int(qk_l2norm),
-        int(round_every_token),
-        int(settled),
-        q.shape[2] ** -0.5 if scale is None else scale,
-        0.0 if lower_bound is None else lower_bound,
+        rows is not None,
+        qk_l2norm,
+        round_every_token,
+        settled,
+        width**-0.5 if scale is None else scale,
+        lower_bound or 0.0,
     )
+
+
+@tables.memoised
+def verify_function(
+    kind: Kind,
+    lower_bound: float | None,
+    scale: float | None,
+    dtype: torch.dtype,
+    round_tokens: bool,
+    sizes: tuple[int, int, int, int, int, int],
+    mapped: int | None,
+    key: configs.VerifyKey | None,
+) -> CompiledKernel:
+    """The loaded function for these sizes: rows, length of cu_seqlens, log rows, key and value heads, length of dt_bias.
+
+    mapped: length of the log's `rows`. Raises ValueError or KeyError where there are no rows or the sizes contradict each other.
+    """
+    rows, bounds, log_rows, hk, hv, bias = sizes
+    sound = hv % hk == 0 and bias == (hv if kind == "gdn" else hv * HEAD_DIM) and bounds == rows + 1
+    sound &= rows <= log_rows if mapped is None else mapped == rows
+    if rows == 0 or not sound:
+        raise ValueError
+    check_gate(lower_bound, scale)
+    if key is None:
+        key = configs.choose_verify(kind, STATE_NAMES[dtype], rows * hv, round_tokens=round_tokens)
+    return verify_kernels[configs.kernel_file(key)](key)
 
 
 def launch_commit(
