@@ -158,7 +158,7 @@ def heuristic(kind: Kind, state: StateDtype, heads: int, *, round_tokens: bool =
     The form follows from the pool and `round_tokens` alone, so that a row's bits do not depend on its batch.
     """
     if state == "bfloat16" and not round_tokens:
-        return VerifyKey(kind, state, 4, 8, blocks=4 if kind == "gdn" else 3, wy=True, pdl=True)
+        return VerifyKey(kind, state, 4, 8, blocks=4, wy=True, pdl=True)
     small = heads <= SMALL_BATCH_HEADS and state == "float32"
     return VerifyKey(kind, state, 2 if small else 4, 4, pdl=True)
 

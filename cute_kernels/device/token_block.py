@@ -8,10 +8,11 @@ decays, (beta, k.q, GDN's decay), v as bf16.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float32, Int32, const_expr
+from cutlass import BFloat16, Boolean, Float32, Int32, Uint32, const_expr
 
 from .arith import sigmoid
-from .memory import load_vector, offset_ptr, smem_ptr, store_vector, zero_vector
+from .memory import load_vector, offset_ptr, smem_ptr, store_vector, widen
+from .predicated import load_half_where, load_into_where, zero_words
 from .state_io import row_ptr
 from .token_step import (
     HEAD_DIM,
@@ -39,8 +40,9 @@ def put_decays(
 ):
     """KDA's decays of a lane's 8 channels of a token into shared memory; `parameters` from `TokenBlock.parameters`."""
     rDecay = cute.make_rmem_tensor(cute.make_layout(NORM_VALUES), Float32)
+    rRaw = widen(rRaw, NORM_VALUES)
     for i in cutlass.range_constexpr(NORM_VALUES):
-        rDecay[i] = decay_factor(bounded, Float32(rRaw[i]), parameters[i], parameters[NORM_VALUES], lower_bound)
+        rDecay[i] = decay_factor(bounded, rRaw[i], parameters[i], parameters[NORM_VALUES], lower_bound)
     put_channels(rDecay, base, offset, lane16, dtype)
 
 
@@ -60,13 +62,11 @@ class TokenBlock:
 
     def registers(self):
         """Zeroed registers for `load`: k, q, v, the gate (KDA: of the lane's channels), beta."""
-        return (
-            zero_vector(BFloat16, NORM_VALUES),
-            zero_vector(BFloat16, NORM_VALUES),
-            zero_vector(BFloat16, self.width),
-            zero_vector(BFloat16, NORM_VALUES if self.kda else 1),
-            zero_vector(BFloat16, 1),
-        )
+        return (zero_words(NORM_VALUES), zero_words(NORM_VALUES), zero_words(self.width), *self.gate_registers())
+
+    def gate_registers(self):
+        """Zeroed registers for `load_gates`; a single bf16 is the low half of a word."""
+        return zero_words(NORM_VALUES if self.kda else 2), zero_words(2)
 
     @cute.jit
     def parameters(self, mALog: cute.Tensor, mBias: cute.Tensor, thread: Int32, head: Int32) -> cute.Tensor:
@@ -96,17 +96,14 @@ class TokenBlock:
         head: Int32,
         column: Int32,  # first row of V of the thread block within its head
     ):
-        """Issue the loads of tokens 0..count-1 into `raw`; other tokens' registers keep what they hold."""
+        """Issue the loads of tokens 0..count-1 into `raw`; other tokens' registers become zero."""
         rK, rQ, rV, rGate, rBeta = raw
         token, lane16 = thread // NORM_LANES, thread % NORM_LANES
-        row = start + token
-        vector = cute.make_layout(NORM_VALUES)
-        if token < count:
-            inner = key_head * HEAD_DIM + lane16 * NORM_VALUES
-            cute.autovec_copy(cute.make_tensor(row_ptr(mK, row, inner, 16), vector), rK)
-            cute.autovec_copy(cute.make_tensor(row_ptr(mQ, row, inner, 16), vector), rQ)
-            source = row_ptr(mV, row, head * HEAD_DIM + column + lane16 * self.width, 2 * self.width)
-            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(self.width)), rV)
+        row, live = start + token, token < count
+        inner = key_head * HEAD_DIM + lane16 * NORM_VALUES
+        load_into_where(live, rK, row_ptr(mK, row, inner, 16))
+        load_into_where(live, rQ, row_ptr(mQ, row, inner, 16))
+        load_into_where(live, rV, row_ptr(mV, row, head * HEAD_DIM + column + lane16 * self.width, 2 * self.width))
         self.load_gates(rGate, rBeta, mGate, mBeta, thread, start, count, head)
 
     @cute.jit
@@ -124,15 +121,13 @@ class TokenBlock:
         """Issue the loads of the tokens' gates and beta, the part of `load` that no conv precedes."""
         if const_expr(self.kda):
             token, lane16 = thread // NORM_LANES, thread % NORM_LANES
-            if token < count:
-                inner = head * HEAD_DIM + lane16 * NORM_VALUES
-                source = row_ptr(mGate, start + token, inner, 16)
-                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(NORM_VALUES)), rGate)
-        if thread < count:
-            one = cute.make_layout(1)
-            cute.autovec_copy(cute.make_tensor(row_ptr(mBeta, start + thread, head, 2), one), rBeta)
-            if const_expr(not self.kda):
-                cute.autovec_copy(cute.make_tensor(row_ptr(mGate, start + thread, head, 2), one), rGate)
+            inner = head * HEAD_DIM + lane16 * NORM_VALUES
+            load_into_where(token < count, rGate, row_ptr(mGate, start + token, inner, 16))
+        else:
+            words = cute.recast_tensor(rGate, Uint32)
+            words[0] = load_half_where(thread < count, row_ptr(mGate, start + thread, head, 2))
+        words = cute.recast_tensor(rBeta, Uint32)
+        words[0] = load_half_where(thread < count, row_ptr(mBeta, start + thread, head, 2))
 
     @cute.jit
     def put(
@@ -167,11 +162,10 @@ class TokenBlock:
                 )
         if thread < count:
             scalars = base + (thread * self.record + self.at_scalars)
-            scalars.store(sigmoid(Float32(raw_beta[0])))
+            scalars.store(sigmoid(widen(raw_beta, 2)[0]))
             if const_expr(not self.kda):
-                (scalars + 2).store(
-                    decay_factor(self.bounded, Float32(raw_gate[0]), parameters[0], parameters[1], lower_bound)
-                )
+                gate = widen(raw_gate, 2)[0]
+                (scalars + 2).store(decay_factor(self.bounded, gate, parameters[0], parameters[1], lower_bound))
 
     def put_values(self, raw_v, base, thread):
         """v of a thread's token into shared memory."""

@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Uint32
+from cutlass import Float32, Int32, Uint32
 
 from ..configs.verify import MAX_TOKENS
 from .memory import store_vector
@@ -37,23 +37,16 @@ def put_words(w0, w1, ptr):
     store_vector(rPair, ptr, 2)
 
 
+def as_float(word):
+    """A word's bits as fp32."""
+    bits = cute.make_rmem_tensor(cute.make_layout(1), Uint32)
+    bits[0] = word
+    return cute.recast_tensor(bits, Float32)[0]
+
+
 def word_ptr(ptr, align=4):
     """A pointer to bf16 as one to words of two."""
     return cute.make_ptr(Uint32, ptr.toint(), ptr.memspace, assumed_align=max(align, ptr.alignment))
-
-
-def zero_words(n):
-    """`n` bf16 zeros kept as words: a predicated load into halves would be merged half by half."""
-    rX = cute.make_rmem_tensor(cute.make_layout(n // 2, stride=1), Uint32)
-    for i in range(n // 2):
-        rX[i] = Uint32(0)
-    return cute.recast_tensor(rX, BFloat16)
-
-
-def load_words(rX, ptr):
-    """Global bf16 into registers of `zero_words`."""
-    words = cute.recast_tensor(rX, Uint32)
-    cute.autovec_copy(cute.make_tensor(word_ptr(ptr), words.layout), words)
 
 
 def store_words(rX, ptr):

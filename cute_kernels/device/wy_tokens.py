@@ -13,8 +13,9 @@ from cutlass import Boolean, Float32, Int32, Uint32, const_expr
 from ..configs.verify import MAX_TOKENS
 from ..configs.verify import WY_OLD_STRIDE as OLD_STRIDE
 from ..configs.verify import WY_OPERAND_STRIDE as OPERAND_STRIDE
+from .kda_gate import decay_bounded, decay_softplus, gate_constants
 from .memory import load_vector, smem_ptr, store_vector, widen, zero_vector
-from .token_step import L2NORM_EPS, decay_factor
+from .token_step import L2NORM_EPS
 from .warp_ops import mma_1688_tf32, mma_16816, round_tf32
 from .wy_math import OWN, product, put_words, scan, scan_registers, split_four
 
@@ -30,8 +31,11 @@ class WyTokens:
     ) -> cute.Tensor:
         """KDA's decays of a lane's channels; 1 for a token the row does not have."""
         rDecay = cute.make_rmem_tensor(cute.make_layout(OWN), Float32)
+        slope, rate = gate_constants(a_log, lower_bound, self.bounded)
+        factor = decay_bounded if const_expr(self.bounded) else decay_softplus
+        raw = widen(rRaw, OWN)
         for i in cutlass.range_constexpr(OWN):
-            decay = decay_factor(self.bounded, Float32(rRaw[i]), rBias[i], a_log, lower_bound)
+            decay = factor(raw[i], slope, rBias[i] * slope, rate)
             rDecay[i] = decay if live else Float32(1.0)
         return rDecay
 

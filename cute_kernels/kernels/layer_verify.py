@@ -30,18 +30,11 @@ from ..compile.fake import fake_ids, fake_matrix, fake_stream, fake_vector
 from ..configs.layer import CONV_BIAS, CONV_WIDTH, MAPPED, NORM_BF16, SETTLED, SILU_GATE, LayerVerifyKey
 from ..configs.verify import MAX_TOKENS
 from ..device.arith import fma_rn
-from ..device.conv import DTYPES, copy_into, fake_tokens
-from ..device.layer_parts import (
-    HISTORY,
-    commit_history,
-    convolved,
-    gated,
-    load_history,
-    load_taps_into,
-    log_x_ptr,
-    output_gate,
-)
-from ..device.memory import load_vector, smem_ptr, store_vector, zero_vector
+from ..device.conv import DTYPES, fake_tokens
+from ..device.draft_layer import HISTORY, commit_history, history_address, load_weight, log_x_ptr, output_gates
+from ..device.layer_parts import convolved, gated, load_taps_into
+from ..device.memory import load_vector, offset_ptr, smem_ptr, store_vector
+from ..device.predicated import load_into_where, load_words_where, zero_words
 from ..device.reduce import sum_over
 from ..device.state_io import row_ptr
 from ..device.token_step import HEAD_DIM, NORM_LANES, NORM_VALUES, lane_in_row, vector_width
@@ -142,16 +135,20 @@ class LayerVerify(RecurrentVerify):
         if (flags & SETTLED) == 0:
             cute.arch.griddepcontrol_wait()
         if seq < n:
+            position = load_words_where(seq < n, offset_ptr(mPositions.iterator, seq, Int32, 4), 1)[0].to(Int32)
             row = self.resolve_row(
                 mReadIds, mWriteIds, mCu, mLogK, mHalf, mRows, mAccepted, cute.size(mState, mode=[0]), (flags & MAPPED) != 0,
                 seq, head, heads_ratio,
             )  # fmt: skip
+            # No position is that small. The question keeps its load here, beside the ids' and not behind them.
+            known = position > -(1 << 31)
+            row = (*row[:2], row[2] & known, row[3] & known, *row[4:])
             reads, writes, start, length = row[2], row[3], row[7], row[8]
             if reads | writes:
                 self.layer_row(
                     (mX, mGate, mBeta, mZ, mTaps, mConvBias, mConvState, mALog, mBias, mNormWeight, mState, mLogK, mLogU,
                      mLogGate, mLogX, mOut),
-                    row, Int32(mPositions[seq]), flags, scale, lower_bound, eps, tidx, head, hk,
+                    row, position, flags, scale, lower_bound, eps, tidx, head, hk,
                 )  # fmt: skip
             if not (reads | writes):
                 self.wait((flags & SETTLED) != 0)
@@ -196,30 +193,29 @@ class LayerVerify(RecurrentVerify):
         channel = (hk * HEAD_DIM + channel_q) if keys else ((2 * hk + head) * HEAD_DIM + vector)
         old = self.old_registers()
         self.load_old(old, mLogK, mLogU, mLogGate, tidx, head, Int32(0), key_head, log_in, replayed)
-        inputs = [zero_vector(BFloat16, NORM_VALUES) for _ in range(CONV_WIDTH)]
-        inputs_q = [zero_vector(BFloat16, NORM_VALUES) for _ in range(CONV_WIDTH)]
         rTaps = cute.make_rmem_tensor(cute.make_layout(NORM_VALUES * CONV_WIDTH), self.weight_dtype)
-        rTapsQ = cute.make_rmem_tensor(cute.make_layout(NORM_VALUES * CONV_WIDTH), self.weight_dtype)
-        window = (mConvState, mLogX, position, read, reads, replayed, log_in)
-        self.load_window(inputs, window, channel, token)
         load_taps_into(mTaps, rTaps, channel, NORM_VALUES)
-        if keys:
-            self.load_window(inputs_q, window, channel_q, token)
-            if const_expr(self.weight_dtype is BFloat16):  # fp32 taps of both would take too many registers
-                load_taps_into(mTaps, rTapsQ, channel_q, NORM_VALUES)
-        parameters = self.block.parameters(mALog, mBias, tidx, head)
+        rTapsQ = rTaps
+        if const_expr(self.weight_dtype is BFloat16):  # fp32 taps of both would take too many registers
+            rTapsQ = zero_words(NORM_VALUES * CONV_WIDTH)
+            load_into_where(keys, rTapsQ, offset_ptr(mTaps.iterator, channel_q * CONV_WIDTH, BFloat16, 16))
+        bf16 = flags & NORM_BF16
+        weight = load_weight(mNormWeight, lane * 4, bf16, 4)
         self.wait((flags & SETTLED) != 0)
 
-        self.load_inputs(inputs, mX, channel, token, start, length)
-        if keys:
-            self.load_inputs(inputs_q, mX, channel_q, token, start, length)
-        rGate, rBeta = zero_vector(BFloat16, NORM_VALUES if const_expr(self.kda) else 1), zero_vector(BFloat16, 1)
+        window = (position, read, reads, replayed, log_in)
+        inputs, inputs_q = ([zero_words(NORM_VALUES) for _ in range(CONV_WIDTH)] for _ in range(2))
+        sources = (mX, mConvState, mLogX)
+        self.load_inputs(inputs, sources, window, channel, token, start, length, Boolean(True))
+        self.load_inputs(inputs_q, sources, window, channel_q, token, start, length, keys)
+        rGate, rBeta = self.block.gate_registers()
         self.block.load_gates(rGate, rBeta, mGate, mBeta, thread_new, start, length, head)
-        rZ = zero_vector(BFloat16, 4)
-        if warp < length:
-            copy_into(row_ptr(mZ, start + warp, head * HEAD_DIM + lane * 4, 8), rZ, 4)
+        rZ = load_words_where(warp < length, row_ptr(mZ, start + warp, head * HEAD_DIM + lane * 4, 8), 2)
 
+        parameters = self.block.parameters(mALog, mBias, tidx, head)
         destination = (mConvState, mLogX, position, read, write, writes, replayed, logged, log_out)
+        if tidx < 128:
+            self.put_old(old, parameters, sOld.iterator, Boolean(True), lower_bound, tidx, replayed)
         self.store_inputs(inputs, destination, channel, token, length, first_of_key_head | (tidx < 128))
         rY = convolved(mConvBias, inputs, rTaps, channel, flags & CONV_BIAS, NORM_VALUES)
         if keys:
@@ -238,10 +234,11 @@ class LayerVerify(RecurrentVerify):
                         at = thread * self.block.record + self.block.at_scalars + 2
                         self.log_decay((sNew.iterator + at).load(), mLogGate, thread, head, log_out)
         if tidx < 128:
-            self.put_old(old, parameters, sOld.iterator, Boolean(True), lower_bound, tidx, replayed)
             self.block.put_values(rY, sNew.iterator, thread)
-        silu, bf16 = (flags & SILU_GATE) != 0, (flags & NORM_BF16) != 0
-        rG = output_gate(mNormWeight, rZ, lane * 4, silu, bf16, 4)
+        rG = cute.make_rmem_tensor(cute.make_layout(4), Float32)
+        gates = output_gates(rZ, weight, flags & SILU_GATE, bf16)
+        for i in cutlass.range_constexpr(4):
+            rG[i] = gates[i]
         store_vector(rG, smem_ptr(sGate.iterator, warp * HEAD_DIM + lane * 4, Float32, 16), 4)
         cute.arch.sync_threads()
 
@@ -267,23 +264,29 @@ class LayerVerify(RecurrentVerify):
         output[t * HEAD_DIM + own] = o
 
     @cute.jit
-    def load_window(self, inputs, window, channel: Int32, token: Int32):
-        """Issue the loads of the inputs before the first new token that this thread's token needs."""
-        mConvState, mLogX, position, read, reads, replayed, log_in = window
-        for j in cutlass.range_constexpr(HISTORY):
-            age = HISTORY - j - token
-            if age > 0:
-                load_history(
-                    inputs[j], mConvState, mLogX, channel, age, position, read, reads, replayed, log_in, NORM_VALUES
-                )
-
-    @cute.jit
-    def load_inputs(self, inputs, mX: cute.Tensor, channel: Int32, token: Int32, start: Int32, length: Int32):
-        """Issue the loads of the new inputs that this thread's token needs, its own last."""
+    def load_inputs(
+        self,
+        inputs,
+        sources,
+        window,
+        channel: Int32,
+        token: Int32,
+        start: Int32,
+        length: Int32,
+        wanted: Boolean,
+    ):
+        """Issue the loads of what this thread's token needs, oldest first: new inputs, and those before the first of them."""
+        mX, mConvState, mLogX = sources
         for j in cutlass.range_constexpr(CONV_WIDTH):
             t = token - (HISTORY - j)
-            if (t >= 0) & (token < length):
-                copy_into(row_ptr(mX, start + t, channel, 16), inputs[j], NORM_VALUES)
+            address = row_ptr(mX, start + t, channel, 16).toint()
+            live = token < length
+            if const_expr(j < HISTORY):
+                before, known = history_address(mConvState, mLogX, channel, -t, window, NORM_VALUES)
+                address = before if t < 0 else address
+                live = known if t < 0 else live
+            source = cute.make_ptr(BFloat16, address, cute.AddressSpace.gmem, assumed_align=16)
+            load_into_where(wanted & live, inputs[j], source)
 
     @cute.jit
     def store_inputs(self, inputs, destination, channel: Int32, token: Int32, length: Int32, owner: Boolean):

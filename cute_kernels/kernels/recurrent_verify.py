@@ -30,6 +30,7 @@ from ..compile.cache import cute_compile
 from ..compile.fake import fake_ids, fake_stream, fake_vector
 from ..configs.verify import MAX_TOKENS, VerifyKey
 from ..device.memory import load_vector, offset_ptr, smem_ptr, store_vector, zero_vector
+from ..device.predicated import load_into_where, zero_words
 from ..device.reduce import owned_row
 from ..device.state_io import row_ptr, slot_is_valid, slot_ptr
 from ..device.token_block import TokenBlock, put_decays
@@ -426,8 +427,8 @@ class RecurrentVerify:
 
     def old_registers(self):
         """Zeroed registers for `load_old`: k, u, KDA's raw gate or GDN's decay."""
-        gate = zero_vector(BFloat16, NORM_VALUES) if self.kda else zero_vector(Float32, 1)
-        return zero_vector(BFloat16, NORM_VALUES), zero_vector(Float32, self.width), gate
+        gate = zero_words(NORM_VALUES) if self.kda else zero_vector(Float32, 1)
+        return zero_words(NORM_VALUES), zero_vector(Float32, self.width), gate
 
     @cute.jit
     def load_old(
@@ -447,20 +448,17 @@ class RecurrentVerify:
         rK, rU, rGate = old
         hk, hv = cute.size(mLogK, mode=[3]), cute.size(mLogU, mode=[3])
         token, lane16 = tidx // NORM_LANES, tidx % NORM_LANES
-        vector = cute.make_layout(NORM_VALUES)
-        if token < replayed:
-            at = (log_in + token) * (hk * HEAD_DIM) + key_head * HEAD_DIM + lane16 * NORM_VALUES
-            cute.autovec_copy(cute.make_tensor(offset_ptr(mLogK.iterator, at, BFloat16, 16), vector), rK)
-            at = (log_in + token) * (hv * HEAD_DIM) + head * HEAD_DIM + column + lane16 * self.width
-            source = offset_ptr(mLogU.iterator, at, Float32, min(16, 4 * self.width))
-            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(self.width)), rU)
-            if const_expr(self.kda):
-                at = (log_in + token) * (hv * HEAD_DIM) + head * HEAD_DIM + lane16 * NORM_VALUES
-                cute.autovec_copy(cute.make_tensor(offset_ptr(mLogGate.iterator, at, BFloat16, 16), vector), rGate)
-        if const_expr(not self.kda):
-            if tidx < replayed:
-                source = offset_ptr(mLogGate.iterator, (log_in + tidx) * hv + head, Float32, 4)
-                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(1)), rGate)
+        live = token < replayed
+        at = (log_in + token) * (hk * HEAD_DIM) + key_head * HEAD_DIM + lane16 * NORM_VALUES
+        load_into_where(live, rK, offset_ptr(mLogK.iterator, at, BFloat16, 16))
+        at = (log_in + token) * (hv * HEAD_DIM) + head * HEAD_DIM + column + lane16 * self.width
+        load_into_where(live, rU, offset_ptr(mLogU.iterator, at, Float32, min(16, 4 * self.width)))
+        if const_expr(self.kda):
+            at = (log_in + token) * (hv * HEAD_DIM) + head * HEAD_DIM + lane16 * NORM_VALUES
+            load_into_where(live, rGate, offset_ptr(mLogGate.iterator, at, BFloat16, 16))
+        else:
+            source = offset_ptr(mLogGate.iterator, (log_in + tidx) * hv + head, Float32, 4)
+            load_into_where(tidx < replayed, rGate, source)
 
     @cute.jit
     def put_old(

@@ -18,29 +18,38 @@ from cutlass import BFloat16, Boolean, Float32, Int32, Uint32, const_expr
 
 from ..configs.layer import CONV_BIAS, CONV_WIDTH, NORM_BF16, SETTLED, SILU_GATE, LayerVerifyKey
 from ..configs.verify import MAX_TOKENS
-from ..device.layer_parts import (
+from ..device.draft_layer import (
     HISTORY,
     commit_history,
-    convolved,
-    load_history,
-    load_taps_into,
+    fetch_vector,
+    fetched,
+    history_address,
+    load_weight,
     log_x_ptr,
-    output_gate,
+    output_gates,
 )
-from ..device.memory import load_vector, smem_ptr, store_vector
+from ..device.layer_parts import convolved, load_taps_into
+from ..device.memory import load_vector, offset_ptr, smem_ptr, store_vector
+from ..device.predicated import load_into_where, load_words_where, zero_words
 from ..device.state_io import row_ptr
 from ..device.token_step import HEAD_DIM
 from ..device.warp_ops import pack_bf16
-from ..device.wy_math import OWN, load_words, word_ptr, zero_words
+from ..device.wy_math import OWN, word_ptr
 from .layer_verify import LayerVerify, compile_layer
 from .wy_verify import WyVerify
+
+OWN_VECTORS = 5  # of 16 bytes: bf16 taps of 4 channels of q, 4 of k and 2 of v
 
 
 class WyLayerVerify(LayerVerify, WyVerify):
     def __init__(self, key: LayerVerifyKey):
         super().__init__(key)
+        self.early_taps = self.weight_dtype is BFloat16
         self.at["squares"] = self.words
-        self.words += MAX_TOKENS * self.warps
+        # A thread's own vectors of 16 bytes: its taps in bf16, which arrive early and take no registers (in fp32 they would
+        # not fit), and its output gates, in place of the first once they are used.
+        self.at["own"] = self.words + MAX_TOKENS * self.warps
+        self.words = self.at["own"] + 4 * self.threads * (OWN_VECTORS if self.early_taps else 1)
 
     @cute.jit
     def layer_row(
@@ -63,7 +72,7 @@ class WyLayerVerify(LayerVerify, WyVerify):
         read, write, reads, writes, logged, log_in, log_out, start, length, replayed, key_head, first_of_key_head = row
         smem = self.allocate()
         early = self.load_early(
-            smem, mALog, mBias, mState, mLogK, mLogU, mLogGate, tidx, head, key_head, read, reads, log_in, replayed
+            smem, mState, mLogK, mLogU, mLogGate, tidx, head, key_head, read, reads, log_in, replayed
         )
         lane, warp = tidx % 32, tidx // 32
         quad, l4 = lane // 4, lane % 4
@@ -71,69 +80,74 @@ class WyLayerVerify(LayerVerify, WyVerify):
         channels = (channel_q, hk * HEAD_DIM + channel_q)  # of q and k
         row_v = head * HEAD_DIM + warp * 16 + 2 * quad
         channel_v = 2 * hk * HEAD_DIM + row_v
-        window = (mConvState, mLogX, position, read, reads, replayed, log_in)
-        taps = [cute.make_rmem_tensor(cute.make_layout(OWN * CONV_WIDTH), self.weight_dtype) for _ in range(2)]
+        window = (position, read, reads, replayed, log_in)
+        firsts = (*channels, channel_v)  # of this lane's channels of q, k and v
+        if const_expr(self.early_taps):
+            for i in cutlass.range_constexpr(OWN_VECTORS):
+                source = offset_ptr(mTaps.iterator, firsts[i // 2] * CONV_WIDTH + i % 2 * 8, BFloat16, 16)
+                fetch_vector(source, self.own_vector(smem[0], i, tidx))
         before = [zero_words(OWN) for _ in range(2)]
         for i in cutlass.range_constexpr(2):
-            if quad >= MAX_TOKENS - HISTORY:
-                self.load_before(before[i], window, channels[i], MAX_TOKENS - quad, OWN)
-            if const_expr(self.weight_dtype is BFloat16):
-                load_taps_into(mTaps, taps[i], channels[i], OWN)
-        taps_v = cute.make_rmem_tensor(cute.make_layout(2 * CONV_WIDTH), self.weight_dtype)
-        if const_expr(self.weight_dtype is BFloat16):
-            load_taps_into(mTaps, taps_v, channel_v, 2)
+            self.load_before(before[i], mConvState, mLogX, window, channels[i], MAX_TOKENS - quad, OWN)
         before_v = [zero_words(2) for _ in range(2)]
         for e in cutlass.range_constexpr(2):
-            if 2 * l4 + e >= MAX_TOKENS - HISTORY:
-                self.load_before(before_v[e], window, channel_v, MAX_TOKENS - 2 * l4 - e, 2)
+            self.load_before(before_v[e], mConvState, mLogX, window, channel_v, MAX_TOKENS - 2 * l4 - e, 2)
         self.wait((flags & SETTLED) != 0)
 
         raw = [zero_words(OWN) for _ in range(2)]
         raw_v = [zero_words(2) for _ in range(2)]
-        rZ = cute.make_rmem_tensor(cute.make_layout(2), Uint32)
-        if quad < length:
-            for i in cutlass.range_constexpr(2):
-                load_words(raw[i], row_ptr(mX, start + quad, channels[i], 8))
+        for i in cutlass.range_constexpr(2):
+            load_into_where(quad < length, raw[i], row_ptr(mX, start + quad, channels[i], 8))
+        z = []
         for e in cutlass.range_constexpr(2):
-            rZ[e] = Uint32(0)
-            if 2 * l4 + e < length:
-                load_words(raw_v[e], row_ptr(mX, start + 2 * l4 + e, channel_v, 4))
-                rZ[e] = word_ptr(row_ptr(mZ, start + 2 * l4 + e, row_v, 4)).load()
+            t = 2 * l4 + e
+            load_into_where(t < length, raw_v[e], row_ptr(mX, start + t, channel_v, 4))
+            z.append(load_words_where(t < length, row_ptr(mZ, start + t, row_v, 4), 1))
         rK, rQ, rGate, rV, rBeta = self.new_registers()
         new = (rK, rQ, rGate, rV, rBeta)
         self.load_gates(new, mGate, mBeta, tidx, head, start, length)
 
+        bf16 = flags & NORM_BF16
+        weight = load_weight(mNormWeight, row_v % HEAD_DIM, bf16, 2)
+        parameters = self.load_parameters(mALog, mBias, tidx, head)
         destination = (mConvState, mLogX, position, read, write, writes, replayed, logged, log_out)
         for i in cutlass.range_constexpr(2):
             self.store_inputs_of(raw[i], before[i], destination, channels[i], quad, length, first_of_key_head, OWN)
         for e in cutlass.range_constexpr(2):
             self.store_inputs_of(raw_v[e], before_v[e], destination, channel_v, 2 * l4 + e, length, Boolean(True), 2)
-        if const_expr(self.weight_dtype is Float32):  # earlier they would take too many registers
-            for i in cutlass.range_constexpr(2):
-                load_taps_into(mTaps, taps[i], channels[i], OWN)
-            load_taps_into(mTaps, taps_v, channel_v, 2)
+        fetched()
         biased = flags & CONV_BIAS
-        rQ.store(convolved(mConvBias, self.rotated(raw[0], before[0], lane), taps[0], channels[0], biased, OWN).load())
-        rK.store(convolved(mConvBias, self.rotated(raw[1], before[1], lane), taps[1], channels[1], biased, OWN).load())
+        rTaps = self.taps(mTaps, smem[0], tidx, 0, channels[0], OWN)
+        rQ.store(convolved(mConvBias, self.rotated(raw[0], before[0], lane), rTaps, channels[0], biased, OWN).load())
+        rTaps = self.taps(mTaps, smem[0], tidx, 2, channels[1], OWN)
+        rK.store(convolved(mConvBias, self.rotated(raw[1], before[1], lane), rTaps, channels[1], biased, OWN).load())
+        rTaps = self.taps(mTaps, smem[0], tidx, 4, channel_v, 2)
         inputs_v = self.rotated_pairs(raw_v, before_v, lane)
         for e in cutlass.range_constexpr(2):
-            rY = convolved(mConvBias, inputs_v[e : e + CONV_WIDTH], taps_v, channel_v, biased, 2)
+            rY = convolved(mConvBias, inputs_v[e : e + CONV_WIDTH], rTaps, channel_v, biased, 2)
             rV[e] = cute.recast_tensor(rY, Uint32)[0]
+        rG = cute.make_rmem_tensor(cute.make_layout((2, 2)), Float32)  # (row of V, token)
+        for e in cutlass.range_constexpr(2):
+            rG[0, e], rG[1, e] = output_gates(z[e], weight, flags & SILU_GATE, bf16)
+        store_vector(rG, self.own_vector(smem[0], 0, tidx), 4)
         # A conv with a bias gives tokens the row does not have a value: they must stay zero.
         wK, wQ = cute.recast_tensor(rK, Uint32), cute.recast_tensor(rQ, Uint32)
         for i in cutlass.range_constexpr(2):
             wK[i] = wK[i] if quad < length else Uint32(0)
             wQ[i] = wQ[i] if quad < length else Uint32(0)
         self.run_row(
-            smem, early, new, (mState, mLogK, mLogU, mLogGate), (mOut, mNormWeight, rZ, flags, eps), tidx, head, key_head,
+            smem, early, new, parameters, (mState, mLogK, mLogU, mLogGate), (mOut, tidx, eps), tidx, head, key_head,
             Boolean(True), scale, lower_bound, write, reads, writes, logged, first_of_key_head, log_out, start, length, replayed,
         )  # fmt: skip
 
     @cute.jit
-    def load_before(self, rX: cute.Tensor, window, channel: Int32, age: Int32, vec: cutlass.Constexpr):
-        """Issue the load of an input `age` tokens before the first new one."""
-        mConvState, mLogX, position, read, reads, replayed, log_in = window
-        load_history(rX, mConvState, mLogX, channel, age, position, read, reads, replayed, log_in, vec)
+    def load_before(
+        self, rX: cute.Tensor, mConvState, mLogX, window, channel: Int32, age: Int32, vec: cutlass.Constexpr
+    ):
+        """Issue the load of an input `age` tokens before the first new one, where a conv reaches that far back."""
+        address, known = history_address(mConvState, mLogX, channel, age, window, vec)
+        source = cute.make_ptr(BFloat16, address, cute.AddressSpace.gmem, assumed_align=2 * vec)
+        load_into_where((age <= HISTORY) & known, rX, source)
 
     @cute.jit
     def store_inputs_of(
@@ -179,10 +193,28 @@ class WyLayerVerify(LayerVerify, WyVerify):
             new[i] = cute.arch.shuffle_sync(sent, source)
         return rY
 
+    def own_vector(self, base, i, tidx):
+        """Place of vector `i` of those that are a thread's own."""
+        return smem_ptr(base, self.at["own"] + 4 * (i * self.threads + tidx), Float32, 16)
+
+    def taps(self, mTaps, base, tidx, first, channel, count):
+        """Taps of `count` channels: the thread's own vectors from `first` on, or from global memory."""
+        rTaps = cute.make_rmem_tensor(cute.make_layout(count * CONV_WIDTH), self.weight_dtype)
+        if not self.early_taps:
+            load_taps_into(mTaps, rTaps, channel, count)
+            return rTaps
+        words = cute.recast_tensor(rTaps, Uint32)
+        for i in range(count // 2):
+            part = load_vector(smem_ptr(self.own_vector(base, first + i, tidx), 0, Uint32, 16), 4)
+            for n in range(4):
+                words[4 * i + n] = part[n]
+        return rTaps
+
     @cute.jit
     def put_outputs(self, o, base: cute.Pointer, output, row: Int32, lane: Int32, start: Int32, length: Int32):
         """The gated norm of a lane's outputs, (token, row) in order. All warps of the block come here or none."""
-        mOut, mNormWeight, rZ, flags, eps = output
+        mOut, tidx, eps = output
+        rG = load_vector(self.own_vector(base, 0, tidx), 4)  # (row of V, token)
         quad, l4 = lane // 4, lane % 4
         warp = row % HEAD_DIM // 16
         for e in cutlass.range_constexpr(2):
@@ -199,13 +231,8 @@ class WyLayerVerify(LayerVerify, WyVerify):
             for i in cutlass.range_constexpr(8):
                 squares += shares[i]
             norm = cute.math.rsqrt(squares * Float32(1.0 / HEAD_DIM) + eps, fastmath=True)
-            words = cute.make_rmem_tensor(cute.make_layout(1), Uint32)
-            words[0] = rZ[e]
-            z = cute.recast_tensor(words, BFloat16)
-            silu, bf16 = (flags & SILU_GATE) != 0, (flags & NORM_BF16) != 0
-            rG = output_gate(mNormWeight, z, row % HEAD_DIM, silu, bf16, 2)
             if t < length:
-                word = pack_bf16(o[e] * norm * rG[0], o[2 + e] * norm * rG[1])
+                word = pack_bf16(o[e] * norm * rG[2 * e], o[2 + e] * norm * rG[2 * e + 1])
                 word_ptr(row_ptr(mOut, start + t, row, 4)).store(word)
 
 

@@ -37,13 +37,15 @@ from ..configs.verify import WY_OLD_STRIDE as OLD_STRIDE
 from ..configs.verify import WY_OPERAND_STRIDE as OPERAND_STRIDE
 from ..device.arith import sigmoid
 from ..device.memory import load_vector, offset_ptr, smem_ptr, store_vector, zero_vector
+from ..device.predicated import load_half_where, load_into_where, load_words_where, zero_words
 from ..device.state_io import row_ptr, slot_ptr
 from ..device.token_step import HEAD_DIM, decay_factor
 from ..device.warp_ops import ldmatrix4, mma_16816, pack_bf16, unpack_bf16
-from ..device.wy_math import OWN, load_words, split_bf16, store_words, times, unit_lower_inverse, word_ptr, zero_words
+from ..device.wy_math import OWN, as_float, split_bf16, store_words, times, unit_lower_inverse, word_ptr
 from ..device.wy_tokens import WyTokens
 from . import recurrent_verify
 
+SOLVED = 1  # named barrier: one warp's inverse is in shared memory
 CHUNK = 32  # K values of one state row that a quad holds as four 16-byte vectors
 CHUNKS = HEAD_DIM // CHUNK
 
@@ -100,14 +102,15 @@ class WyVerify(WyTokens, recurrent_verify.RecurrentVerify):
     ):
         smem = self.allocate()
         early = self.load_early(
-            smem, mALog, mBias, mState, mLogK, mLogU, mLogGate, tidx, head, key_head, read, reads, log_in, replayed
+            smem, mState, mLogK, mLogU, mLogGate, tidx, head, key_head, read, reads, log_in, replayed
         )
         self.wait(settled)
         new = self.new_registers()
         self.load_new(new, mQ, mK, mV, mGate, mBeta, tidx, head, key_head, start, length)
+        parameters = self.load_parameters(mALog, mBias, tidx, head)
         self.run_row(
-            smem, early, new, (mState, mLogK, mLogU, mLogGate), (mOut,), tidx, head, key_head, l2norm, scale, lower_bound, write,
-            reads, writes, logged, logs_key, log_out, start, length, replayed,
+            smem, early, new, parameters, (mState, mLogK, mLogU, mLogGate), (mOut,), tidx, head, key_head, l2norm, scale,
+            lower_bound, write, reads, writes, logged, logs_key, log_out, start, length, replayed,
         )  # fmt: skip
 
     def allocate(self):
@@ -118,18 +121,16 @@ class WyVerify(WyTokens, recurrent_verify.RecurrentVerify):
         return smem.allocate_tensor(Float32, cute.make_layout(self.words), 128).iterator, sLanding, bars
 
     def new_registers(self):
-        """Zeroed registers for new tokens: k and q of a lane's channels, the gate, words of v, beta."""
+        """Zeroed registers for new tokens: k and q of a lane's channels, the gate, words of v, beta's bits."""
         k, q, gate = (zero_words(OWN) for _ in range(3))
-        words = cute.make_rmem_tensor(cute.make_layout(2), Uint32)
-        words[0], words[1] = Uint32(0), Uint32(0)
-        return k, q, gate, words, zero_vector(BFloat16, 1)
+        words, beta = (cute.make_rmem_tensor(cute.make_layout(n), Uint32) for n in (2, 1))
+        words[0], words[1], beta[0] = Uint32(0), Uint32(0), Uint32(0)
+        return k, q, gate, words, beta
 
     @cute.jit
     def load_early(
         self,
         smem,
-        mALog: cute.Tensor,
-        mBias: cute.Tensor,
         mState: cute.Tensor,
         mLogK: cute.Tensor,
         mLogU: cute.Tensor,
@@ -142,33 +143,41 @@ class WyVerify(WyTokens, recurrent_verify.RecurrentVerify):
         log_in: Int64,
         replayed: Int32,
     ):
-        """Issue the loads of what the kernel before did not write: state, logged u, k and gates, the layer's parameters."""
+        """Issue the loads of what the kernel before did not write: state, logged u, k and gates."""
         base, sLanding, bars = smem
         lane, warp = tidx % 32, tidx // 32
         quad, l4 = lane // 4, lane % 4
         row = head * HEAD_DIM + warp * 16 + 2 * quad  # this lane's rows of V: row, row + 1
         channel = warp * 16 + OWN * l4  # its channels of token `quad`
         self.land_rows(mState, sLanding, bars, read, reads, head, warp, lane)
-        rU = zero_vector(Float32, 4)  # (row, token)
-        self.load_u(rU, mLogU, row, l4, log_in, replayed)
+        rWords = cute.make_rmem_tensor(cute.make_layout(4), Uint32)
+        self.load_u(rWords, mLogU, row, l4, log_in, replayed)
         rK, rGate = zero_words(OWN), zero_words(OWN)
-        rScalar = zero_vector(Float32, 2)  # A_log, GDN's decay of a logged token
-        rBias = zero_vector(Float32, OWN)
         hk, hv = cute.size(mLogK, mode=[3]), cute.size(mLogGate, mode=[3])
-        if quad < replayed:
-            at = log_at(log_in, quad, hk * HEAD_DIM, key_head * HEAD_DIM + channel)
-            load_words(rK, offset_ptr(mLogK.iterator, at, BFloat16, 8))
-            if const_expr(self.kda):
-                at = log_at(log_in, quad, hv * HEAD_DIM, head * HEAD_DIM + channel)
-                load_words(rGate, offset_ptr(mLogGate.iterator, at, BFloat16, 8))
-        rScalar[0] = mALog[head]
+        at = log_at(log_in, quad, hk * HEAD_DIM, key_head * HEAD_DIM + channel)
+        load_into_where(quad < replayed, rK, offset_ptr(mLogK.iterator, at, BFloat16, 8))
         if const_expr(self.kda):
-            rBias.store(load_vector(offset_ptr(mBias.iterator, head * HEAD_DIM + channel, Float32, 16), OWN).load())
+            at = log_at(log_in, quad, hv * HEAD_DIM, head * HEAD_DIM + channel)
+            load_into_where(quad < replayed, rGate, offset_ptr(mLogGate.iterator, at, BFloat16, 8))
+        else:  # the decay of a logged token
+            source = offset_ptr(mLogGate.iterator, log_at(log_in, lane, hv, head), Float32, 4)
+            words = cute.recast_tensor(rGate, Uint32)
+            words[0] = load_words_where((warp == 1) & (lane < replayed), source, 1)[0]
+        return cute.recast_tensor(rWords, Float32), rK, rGate  # u as (row, token)
+
+    @cute.jit
+    def load_parameters(self, mALog: cute.Tensor, mBias: cute.Tensor, tidx: Int32, head: Int32):
+        """Issue the loads of the layer's parameters: A_log, dt_bias of a lane's channels (GDN: of the head).
+
+        Behind all others: the exponential of A_log is scheduled before loads that follow it, which then wait for it.
+        """
+        rBias = zero_vector(Float32, OWN)
+        if const_expr(self.kda):
+            first = head * HEAD_DIM + tidx // 32 * 16 + OWN * (tidx % 4)
+            rBias.store(load_vector(offset_ptr(mBias.iterator, first, Float32, 16), OWN).load())
         else:
             rBias[0] = mBias[head]
-            if warp == 1 and lane < replayed:
-                rScalar[1] = offset_ptr(mLogGate.iterator, log_at(log_in, lane, hv, head), Float32, 4).load()
-        return rU, rK, rGate, rScalar, rBias
+        return Float32(mALog[head]), rBias
 
     @cute.jit
     def load_new(
@@ -189,14 +198,13 @@ class WyVerify(WyTokens, recurrent_verify.RecurrentVerify):
         rK, rQ, _, rV, _ = new
         lane, warp = tidx % 32, tidx // 32
         quad, l4 = lane // 4, lane % 4
-        if quad < length:
-            place = key_head * HEAD_DIM + warp * 16 + OWN * l4
-            load_words(rK, row_ptr(mK, start + quad, place, 8))
-            load_words(rQ, row_ptr(mQ, start + quad, place, 8))
+        place = key_head * HEAD_DIM + warp * 16 + OWN * l4
+        load_into_where(quad < length, rK, row_ptr(mK, start + quad, place, 8))
+        load_into_where(quad < length, rQ, row_ptr(mQ, start + quad, place, 8))
+        place = head * HEAD_DIM + warp * 16 + 2 * quad
         for e in cutlass.range_constexpr(2):
-            if 2 * l4 + e < length:
-                place = head * HEAD_DIM + warp * 16 + 2 * quad
-                rV[e] = word_ptr(row_ptr(mV, start + 2 * l4 + e, place, 4)).load()
+            t = 2 * l4 + e
+            rV[e] = load_words_where(t < length, row_ptr(mV, start + t, place, 4), 1)[0]
         self.load_gates(new, mGate, mBeta, tidx, head, start, length)
 
     @cute.jit
@@ -207,13 +215,28 @@ class WyVerify(WyTokens, recurrent_verify.RecurrentVerify):
         _, _, rGate, _, rBeta = new
         lane, warp = tidx % 32, tidx // 32
         if const_expr(self.kda):
-            if lane // 4 < length:
-                place = head * HEAD_DIM + warp * 16 + OWN * (lane % 4)
-                load_words(rGate, row_ptr(mGate, start + lane // 4, place, 8))
-        if tidx < length:
-            rBeta[0] = row_ptr(mBeta, start + tidx, head, 2).load()
-            if const_expr(not self.kda):
-                rGate[0] = row_ptr(mGate, start + tidx, head, 2).load()
+            place = head * HEAD_DIM + warp * 16 + OWN * (lane % 4)
+            load_into_where(lane // 4 < length, rGate, row_ptr(mGate, start + lane // 4, place, 8))
+        else:
+            words = cute.recast_tensor(rGate, Uint32)
+            words[0] = load_half_where(tidx < length, row_ptr(mGate, start + tidx, head, 2))
+        rBeta[0] = load_half_where(tidx < length, row_ptr(mBeta, start + tidx, head, 2))
+
+    @cute.jit
+    def put_logged(self, base: cute.Pointer, early, parameters, lower_bound: Float32, tidx: Int32, replayed: Int32):
+        """Operands of the commit. They need nothing of the new tokens, whose loads may still be under way."""
+        _, rK, rGate = early
+        a_log, rBias = parameters
+        lane, warp = tidx % 32, tidx // 32
+        if replayed > 0:
+            rDecay = None
+            if const_expr(self.kda):
+                rDecay = self.decays(rGate, rBias, a_log, lower_bound, lane // 4 < replayed)
+            self.put_old(rK, rDecay, base, warp, lane)
+        if const_expr(not self.kda):
+            if warp == 1:
+                decay = as_float(cute.recast_tensor(rGate, Uint32)[0])
+                self.put_old_decays(decay if lane < replayed else Float32(1.0), base, lane)
 
     @cute.jit
     def run_row(
@@ -221,6 +244,7 @@ class WyVerify(WyTokens, recurrent_verify.RecurrentVerify):
         smem,
         early,
         new,
+        parameters,
         tensors,
         output,
         tidx: Int32,
@@ -239,15 +263,17 @@ class WyVerify(WyTokens, recurrent_verify.RecurrentVerify):
         length: Int32,
         replayed: Int32,
     ):
-        """Everything after the loads: log, operands, commit, new tokens."""
+        """Log, operands of the new tokens, commit and their results."""
         base, sLanding, bars = smem
-        rOldU, rOldK, rOldGate, rScalar, rBias = early
+        rOldU, rOldK, _ = early
+        a_log, rBias = parameters
         rK, rQ, rGate, rV, rBeta = new
         mState, mLogK, mLogU, mLogGate = tensors
         lane, warp = tidx % 32, tidx // 32
         quad, l4 = lane // 4, lane % 4
         row = head * HEAD_DIM + warp * 16 + 2 * quad
         hk, hv = cute.size(mLogK, mode=[3]), cute.size(mLogGate, mode=[3])
+        self.put_logged(base, early, parameters, lower_bound, tidx, replayed)
         if logged and quad < length:
             channel = warp * 16 + OWN * l4
             if logs_key:
@@ -257,23 +283,18 @@ class WyVerify(WyTokens, recurrent_verify.RecurrentVerify):
                 at = log_at(log_out, quad, hv * HEAD_DIM, head * HEAD_DIM + channel)
                 store_words(rGate, offset_ptr(mLogGate.iterator, at, BFloat16, 8))
         if tidx < MAX_TOKENS:
-            (base + (self.at["beta"] + tidx)).store(sigmoid(Float32(rBeta[0])) if tidx < length else Float32(0.0))
+            beta, _ = unpack_bf16(rBeta[0])
+            (base + (self.at["beta"] + tidx)).store(sigmoid(beta) if tidx < length else Float32(0.0))
         if const_expr(not self.kda):
             if warp == 0:
-                decay = decay_factor(False, Float32(rGate[0]), rBias[0], rScalar[0], lower_bound)
+                raw, _ = unpack_bf16(cute.recast_tensor(rGate, Uint32)[0])
+                decay = decay_factor(False, raw, rBias[0], a_log, lower_bound)
                 if logged and tidx < length:
                     self.log_decay(decay, mLogGate, tidx, head, log_out)
                 self.put_decays(decay if tidx < length else Float32(1.0), base, lane)
-            if warp == 1:
-                self.put_old_decays(rScalar[1] if lane < replayed else Float32(1.0), base, lane)
         rDecay = None
-        if replayed > 0:
-            rOldDecay = None
-            if const_expr(self.kda):
-                rOldDecay = self.decays(rOldGate, rBias, rScalar[0], lower_bound, quad < replayed)
-            self.put_old(rOldK, rOldDecay, base, warp, lane)
         if const_expr(self.kda):
-            rDecay = self.decays(rGate, rBias, rScalar[0], lower_bound, quad < length)
+            rDecay = self.decays(rGate, rBias, a_log, lower_bound, quad < length)
         self.put_new(rK, rQ, rDecay, base, warp, lane)
         self.put_norms(rK, rQ, rOldK, base, warp, lane)
         cute.arch.sync_threads()
@@ -281,10 +302,15 @@ class WyVerify(WyTokens, recurrent_verify.RecurrentVerify):
         if reads:
             cute.arch.mbarrier_wait(bars + warp, 0)
         norm = self.norm(base, l2norm, scale, lane)
+        if (length > 0) & (warp == head % self.warps):
+            self.solve(norm, base, lane)
+            cute.arch.barrier_arrive(barrier_id=SOLVED, number_of_threads=self.threads)
         landed = sLanding.iterator + ((warp * 16 + 2 * quad) * HEAD_DIM + l4 * 8)
         rDots = self.commit_and_dot(landed, rOldU, norm, base, replayed, quad, l4)
         self.store_rows(mState, sLanding, write, writes, head, warp, lane)
         if length > 0:
+            if warp != head % self.warps:
+                cute.arch.barrier(barrier_id=SOLVED, number_of_threads=self.threads)
             self.finish(rDots, rV, norm, base, output, mLogU, row, lane, logged, log_out, start, length)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
@@ -348,10 +374,8 @@ class WyVerify(WyTokens, recurrent_verify.RecurrentVerify):
         """u of logged tokens 2 l4, 2 l4 + 1 at rows `row`, `row` + 1: (row, token) in order."""
         width = cute.size(mLogU, mode=[3]) * HEAD_DIM
         for e in cutlass.range_constexpr(2):
-            if 2 * l4 + e < replayed:
-                source = offset_ptr(mLogU.iterator, log_at(log_in, 2 * l4 + e, width, row), Float32, 8)
-                rPair = load_vector(source, 2)
-                rU[2 * e], rU[2 * e + 1] = rPair[0], rPair[1]
+            source = offset_ptr(mLogU.iterator, log_at(log_in, 2 * l4 + e, width, row), Float32, 8)
+            rU[2 * e], rU[2 * e + 1] = load_words_where(2 * l4 + e < replayed, source, 2)
 
     @cute.jit
     def commit_and_dot(
@@ -383,9 +407,11 @@ class WyVerify(WyTokens, recurrent_verify.RecurrentVerify):
         line = self.at["old"] + (part * MAX_TOKENS + lane % 8) * OLD_STRIDE + lane // 16 * 4
         line = Int32(smem_ptr(base, line, Uint32, 16).toint())
         rDots = zero_vector(Float32, 8)
-        rState = cute.make_rmem_tensor(
-            cute.make_layout((4, 2)), Uint32
-        )  # 8 values of K, as words, of the lane's two rows
+        # 8 values of K of the lane's two rows, as words: (word, row) as they are loaded, (row, word) as mma takes them. A word
+        # that is a part of both vectors would be copied before each mma. What makes it two is a zero the compiler cannot see.
+        zero = replayed.to(Uint32) >> 8
+        rState = cute.make_rmem_tensor(cute.make_layout((4, 2)), Uint32)
+        rA = cute.make_rmem_tensor(cute.make_layout((2, 4)), Uint32)
         for j in cutlass.range_constexpr(CHUNKS):
             for r in cutlass.range_constexpr(2):
                 source = word_ptr(landed + (r * HEAD_DIM + j * CHUNK), 16)
@@ -401,11 +427,17 @@ class WyVerify(WyTokens, recurrent_verify.RecurrentVerify):
                     acc = (c0 * total[2 * p], c1 * total[2 * p + 1], c2 * total[2 * p], c3 * total[2 * p + 1])
                     for part in cutlass.range_constexpr(self.parts):
                         acc = mma_16816(a_old[part], (b_old[2 * p], b_old[2 * p + 1]), acc, "bf16")
-                    rState[p, 0] = pack_bf16(acc[0], acc[1])
-                    rState[p, 1] = pack_bf16(acc[2], acc[3])
+                    rA[0, p] = pack_bf16(acc[0], acc[1])
+                    rA[1, p] = pack_bf16(acc[2], acc[3])
                 for r in cutlass.range_constexpr(2):
+                    for p in cutlass.range_constexpr(4):
+                        rState[p, r] = rA[r, p] | zero
                     target = word_ptr(landed + (r * HEAD_DIM + j * CHUNK), 16)
                     cute.autovec_copy(rState[None, r], cute.make_tensor(target, cute.make_layout(4)))
+            else:
+                for r in cutlass.range_constexpr(2):
+                    for p in cutlass.range_constexpr(4):
+                        rA[r, p] = rState[p, r] | zero
             for which in cutlass.range_constexpr(2):
                 acc = (rDots[4 * which], rDots[4 * which + 1], rDots[4 * which + 2], rDots[4 * which + 3])
                 for part in cutlass.range_constexpr(self.parts):
@@ -414,11 +446,21 @@ class WyVerify(WyTokens, recurrent_verify.RecurrentVerify):
                     b = load_vector(smem_ptr(base, place, Uint32, 16), 4)
                     for half in cutlass.range_constexpr(2):
                         p = 2 * half
-                        a = (rState[p, 0], rState[p, 1], rState[p + 1, 0], rState[p + 1, 1])
+                        a = (rA[0, p], rA[1, p], rA[0, p + 1], rA[1, p + 1])
                         acc = mma_16816(a, (b[p], b[p + 1]), acc, "bf16")
                 for i in cutlass.range_constexpr(4):
                     rDots[4 * which + i] = acc[i]
         return rDots
+
+    @cute.jit
+    def solve(self, norm: Float32, base: cute.Pointer, lane: Int32):
+        """(I + beta A)^-1 and C as operands, hi and lo, in place of the first share of the pairs: a lane reads no other's."""
+        rPairs = self.pairs(base, norm, lane)
+        x0, x1 = unit_lower_inverse(rPairs[0], rPairs[1], lane)
+        rWords = cute.make_rmem_tensor(cute.make_layout(4), Uint32)
+        rWords[0], rWords[1] = split_bf16(x0, x1)
+        rWords[2], rWords[3] = split_bf16(rPairs[2], rPairs[3])
+        store_vector(rWords, smem_ptr(base, self.at["pairs"] + lane * 4, Uint32, 16), 4)
 
     @cute.jit
     def finish(
@@ -437,9 +479,8 @@ class WyVerify(WyTokens, recurrent_verify.RecurrentVerify):
         length: Int32,
     ):
         """u and o of the warp's 16 rows; a lane has rows `row`, `row` + 1 of tokens 2 l4, 2 l4 + 1."""
-        token, l4 = lane // 4, lane % 4
-        rPairs = self.pairs(base, norm, lane)
-        x0, x1 = unit_lower_inverse(rPairs[0], rPairs[1], lane)
+        l4 = lane % 4
+        solved = load_vector(smem_ptr(base, self.at["pairs"] + lane * 4, Uint32, 16), 4)
         rFactors = zero_vector(Float32, 6)  # beta, those of k and of q, of tokens 2 l4 and 2 l4 + 1
         for e in cutlass.range_constexpr(2):
             t = 2 * l4 + e
@@ -458,8 +499,8 @@ class WyVerify(WyTokens, recurrent_verify.RecurrentVerify):
                 rY[i] = rFactors[e] * (values[r] - rFactors[2 + e] * rDots[i])
                 rR[i] = rFactors[4 + e] * rDots[4 + i]
         zero = (Float32(0.0), Float32(0.0), Float32(0.0), Float32(0.0))
-        u = times(rY, split_bf16(x0, x1), zero)
-        o = times(u, split_bf16(rPairs[2], rPairs[3]), (rR[0], rR[1], rR[2], rR[3]))
+        u = times(rY, (solved[0], solved[1]), zero)
+        o = times(u, (solved[2], solved[3]), (rR[0], rR[1], rR[2], rR[3]))
         width = cute.size(mLogU, mode=[3]) * HEAD_DIM
         if logged:
             for e in cutlass.range_constexpr(2):
