@@ -106,11 +106,10 @@ class LayerVerifyKey:
         return VerifyKey(self.kind, self.state, 4, 8, blocks=self.blocks, wy=self.state == "bfloat16", pdl=True)
 
     def shared_bytes(self) -> int:
-        """Shared memory of a block: that of the recurrence, taps of a bf16 pool, for the norm gates, outputs or squares."""
+        """Shared memory of a block: that of the recurrence, and for the norm its gates, and outputs or sums of squares."""
         if self.state == "float32":
             return self.verify.shared_bytes() + 2 * 8 * 128 * 4
-        own = 5 if self.weight == "bfloat16" else 1  # vectors of 16 bytes a thread: bf16 taps, or its gates alone
-        return self.verify.shared_bytes() + 8 * 8 * 4 + 256 * 16 * own
+        return self.verify.shared_bytes() + 8 * 8 * 4 + 256 * 16
 
     def rejection(self) -> str | None:
         """Why this key has no kernel, or None."""

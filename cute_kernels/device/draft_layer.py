@@ -1,4 +1,4 @@
-"""Pieces of a fused layer's verify step: inputs before its first new token, norm weights and taps that are loaded early."""
+"""Pieces of a fused layer's verify step: inputs before its first new token, norm weights that are loaded early."""
 
 import cutlass
 import cutlass.cute as cute
@@ -74,16 +74,3 @@ def output_gates(z, weight, silu: Int32, weight_bf16: Int32):
             factor = values[e] if silu != 0 else Float32(1.0)
             gates.append(factor * sigmoid(values[e]) * w)
     return gates
-
-
-def fetch_vector(source, target):
-    """Start the copy of 16 bytes from global to shared memory; the thread itself may read them after `fetched`."""
-    cute.arch.inline_ptx(
-        "cp.async.cg.shared.global [{$r0}], [{$r1}], 16;",
-        read_only_args=[Int32(target.toint()), Int64(source.toint())],
-    )
-
-
-def fetched():
-    """Wait for this thread's own copies of `fetch_vector`."""
-    cute.arch.inline_ptx("cp.async.wait_all;")

@@ -21,15 +21,13 @@ from ..configs.verify import MAX_TOKENS
 from ..device.draft_layer import (
     HISTORY,
     commit_history,
-    fetch_vector,
-    fetched,
     history_address,
     load_weight,
     log_x_ptr,
     output_gates,
 )
 from ..device.layer_parts import convolved, load_taps_into
-from ..device.memory import load_vector, offset_ptr, smem_ptr, store_vector
+from ..device.memory import load_vector, smem_ptr, store_vector
 from ..device.predicated import load_into_where, load_words_where, zero_words
 from ..device.state_io import row_ptr
 from ..device.token_step import HEAD_DIM
@@ -38,18 +36,15 @@ from ..device.wy_math import OWN, word_ptr
 from .layer_verify import LayerVerify, compile_layer
 from .wy_verify import WyVerify
 
-OWN_VECTORS = 5  # of 16 bytes: bf16 taps of 4 channels of q, 4 of k and 2 of v
-
 
 class WyLayerVerify(LayerVerify, WyVerify):
     def __init__(self, key: LayerVerifyKey):
         super().__init__(key)
-        self.early_taps = self.weight_dtype is BFloat16
+        # In fp32, or beside the softplus gate's registers, they would spill.
+        self.early_taps = self.weight_dtype is BFloat16 and key.kind != "kda_softplus"
         self.at["squares"] = self.words
-        # A thread's own vectors of 16 bytes: its taps in bf16, which arrive early and take no registers (in fp32 they would
-        # not fit), and its output gates, in place of the first once they are used.
-        self.at["own"] = self.words + MAX_TOKENS * self.warps
-        self.words = self.at["own"] + 4 * self.threads * (OWN_VECTORS if self.early_taps else 1)
+        self.at["own"] = self.words + MAX_TOKENS * self.warps  # a thread's four output gates
+        self.words = self.at["own"] + 4 * self.threads
 
     @cute.jit
     def layer_row(
@@ -82,10 +77,9 @@ class WyLayerVerify(LayerVerify, WyVerify):
         channel_v = 2 * hk * HEAD_DIM + row_v
         window = (position, read, reads, replayed, log_in)
         firsts = (*channels, channel_v)  # of this lane's channels of q, k and v
+        rTaps = [cute.make_rmem_tensor(cute.make_layout(n * CONV_WIDTH), self.weight_dtype) for n in (OWN, OWN, 2)]
         if const_expr(self.early_taps):
-            for i in cutlass.range_constexpr(OWN_VECTORS):
-                source = offset_ptr(mTaps.iterator, firsts[i // 2] * CONV_WIDTH + i % 2 * 8, BFloat16, 16)
-                fetch_vector(source, self.own_vector(smem[0], i, tidx))
+            self.load_taps(mTaps, rTaps, firsts)
         before = [zero_words(OWN) for _ in range(2)]
         for i in cutlass.range_constexpr(2):
             self.load_before(before[i], mConvState, mLogX, window, channels[i], MAX_TOKENS - quad, OWN)
@@ -115,16 +109,14 @@ class WyLayerVerify(LayerVerify, WyVerify):
             self.store_inputs_of(raw[i], before[i], destination, channels[i], quad, length, first_of_key_head, OWN)
         for e in cutlass.range_constexpr(2):
             self.store_inputs_of(raw_v[e], before_v[e], destination, channel_v, 2 * l4 + e, length, Boolean(True), 2)
-        fetched()
+        if const_expr(not self.early_taps):
+            self.load_taps(mTaps, rTaps, firsts)
         biased = flags & CONV_BIAS
-        rTaps = self.taps(mTaps, smem[0], tidx, 0, channels[0], OWN)
-        rQ.store(convolved(mConvBias, self.rotated(raw[0], before[0], lane), rTaps, channels[0], biased, OWN).load())
-        rTaps = self.taps(mTaps, smem[0], tidx, 2, channels[1], OWN)
-        rK.store(convolved(mConvBias, self.rotated(raw[1], before[1], lane), rTaps, channels[1], biased, OWN).load())
-        rTaps = self.taps(mTaps, smem[0], tidx, 4, channel_v, 2)
+        rQ.store(convolved(mConvBias, self.rotated(raw[0], before[0], lane), rTaps[0], channels[0], biased, OWN).load())
+        rK.store(convolved(mConvBias, self.rotated(raw[1], before[1], lane), rTaps[1], channels[1], biased, OWN).load())
         inputs_v = self.rotated_pairs(raw_v, before_v, lane)
         for e in cutlass.range_constexpr(2):
-            rY = convolved(mConvBias, inputs_v[e : e + CONV_WIDTH], rTaps, channel_v, biased, 2)
+            rY = convolved(mConvBias, inputs_v[e : e + CONV_WIDTH], rTaps[2], channel_v, biased, 2)
             rV[e] = cute.recast_tensor(rY, Uint32)[0]
         rG = cute.make_rmem_tensor(cute.make_layout((2, 2)), Float32)  # (row of V, token)
         for e in cutlass.range_constexpr(2):
@@ -197,18 +189,10 @@ class WyLayerVerify(LayerVerify, WyVerify):
         """Place of vector `i` of those that are a thread's own."""
         return smem_ptr(base, self.at["own"] + 4 * (i * self.threads + tidx), Float32, 16)
 
-    def taps(self, mTaps, base, tidx, first, channel, count):
-        """Taps of `count` channels: the thread's own vectors from `first` on, or from global memory."""
-        rTaps = cute.make_rmem_tensor(cute.make_layout(count * CONV_WIDTH), self.weight_dtype)
-        if not self.early_taps:
-            load_taps_into(mTaps, rTaps, channel, count)
-            return rTaps
-        words = cute.recast_tensor(rTaps, Uint32)
-        for i in range(count // 2):
-            part = load_vector(smem_ptr(self.own_vector(base, first + i, tidx), 0, Uint32, 16), 4)
-            for n in range(4):
-                words[4 * i + n] = part[n]
-        return rTaps
+    def load_taps(self, mTaps, rTaps, firsts):
+        """Issue the loads of the taps of a lane's channels of q, k and v."""
+        for rX, first, count in zip(rTaps, firsts, (OWN, OWN, 2)):
+            load_taps_into(mTaps, rX, first, count)
 
     @cute.jit
     def put_outputs(self, o, base: cute.Pointer, output, row: Int32, lane: Int32, start: Int32, length: Int32):
