@@ -277,38 +277,30 @@ def verify(
     num_accepted: torch.Tensor,
     *arguments: Any,
 ) -> torch.Tensor:
-    """Check and run a verify step; `arguments` as in `prefill`, checks as in `decode`."""
+    """Check and run a verify step; `arguments` as in `prefill`."""
     q, v, read_ids = arguments[0], arguments[2], arguments[8]
+    operator, kernels = "kda_verify" if kda else "gdn_verify", runs_kernels(backend, "q", q)
+    log = parts_of(draft_log)
+    facts = signature(operator, kernels, lower_bound, scale, *arguments, out, cu_seqlens, num_accepted, *log)
+    if not is_sound(facts):
+        gate: dict[str, Any] = {"kda": kda, "lower_bound": lower_bound, "scale": scale}
+        check_arguments(operator, *arguments, out, **gate, packed=True, cu_seqlens=cu_seqlens, kernels=kernels)
+        heads = (q.shape[1], v.shape[1], q.shape[2], v.shape[2])
+        check_log(draft_log, num_accepted, read_ids.shape[0], q.device, heads=heads, kda=kda, kernels=kernels)
+        remember(facts)
     step: tuple[Any, ...] = (cu_seqlens, draft_log, num_accepted)
     options: dict[str, Any] = {"round_every_token": round_every_token, "scale": scale, "qk_l2norm": qk_l2norm}
-    target = out
-    try:
-        if not runs_kernels(backend, "q", q):
-            raise ValueError
-        if out is None:
-            target = torch.empty_like(v, memory_format=torch.contiguous_format)
-        kind = kind_of(kda, lower_bound)
-        verify_launch.launch_verify(
-            kind, *arguments, *step, target, **options, settled=settled, lower_bound=lower_bound
-        )
-    except REFUSALS:
-        operator, kernels = "kda_verify" if kda else "gdn_verify", runs_kernels(backend, "q", q)
-        log = parts_of(draft_log)
-        facts = signature(operator, kernels, lower_bound, scale, *arguments, out, cu_seqlens, num_accepted, *log)
-        if kernels or not is_sound(facts):
-            gate: dict[str, Any] = {"kda": kda, "lower_bound": lower_bound, "scale": scale}
-            check_arguments(operator, *arguments, out, **gate, packed=True, cu_seqlens=cu_seqlens, kernels=kernels)
-            heads = (q.shape[1], v.shape[1], q.shape[2], v.shape[2])
-            check_log(draft_log, num_accepted, read_ids.shape[0], q.device, heads=heads, kda=kda, kernels=kernels)
-            remember(facts)
-        if not kernels:
-            if kda:
-                return reference.kda_verify(*arguments, *step, lower_bound=lower_bound, **options, out=out)
-            return reference.gdn_verify(*arguments, *step, **options, out=out)
-        if read_ids.shape[0]:
-            raise
-        target.zero_()
-    return target
+    if not kernels:
+        if kda:
+            return reference.kda_verify(*arguments, *step, lower_bound=lower_bound, **options, out=out)
+        return reference.gdn_verify(*arguments, *step, **options, out=out)
+    if out is None:
+        out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    if read_ids.shape[0] == 0:
+        return out.zero_()
+    kind = kind_of(kda, lower_bound)
+    verify_launch.launch_verify(kind, *arguments, *step, out, **options, settled=settled, lower_bound=lower_bound)
+    return out
 
 
 def commit(

@@ -1,4 +1,4 @@
-"""Pieces of a fused layer step: conv of one token's channels, the output gate, the gated norm, a draft's window."""
+"""Pieces of a fused layer step: conv of one token's channels, the output gate, the gated norm."""
 
 import cutlass
 import cutlass.cute as cute
@@ -6,8 +6,8 @@ from cutlass import BFloat16, Boolean, Float32, Int32, Int64
 
 from ..configs.layer import CONV_WIDTH
 from .arith import sigmoid
-from .conv import SILU_EXPONENT, convolve, copy_into, load_bias, vector_bytes, window_ptr
-from .memory import load_vector, narrow, offset_ptr, store_vector, widen
+from .conv import SILU_EXPONENT, convolve, copy_into, load_bias
+from .memory import load_vector, narrow, offset_ptr, widen
 
 HISTORY = CONV_WIDTH - 1
 
@@ -46,52 +46,6 @@ def output_gate(
         factor = rX[i] if silu else Float32(1.0)
         rG[i] = factor * sigmoid(rX[i]) * rW[i]
     return rG
-
-
-def log_x_ptr(mLogX, row, channel, vec):
-    """`vec` raw inputs of a token of the draft log (B, 2, Tmax, C), tokens counted over the whole log."""
-    index = Int64(row) * cute.size(mLogX, mode=[3]) + channel
-    return offset_ptr(mLogX.iterator, index, BFloat16, vector_bytes(BFloat16, vec))
-
-
-@cute.jit
-def load_history(
-    rX: cute.Tensor,
-    mConvState: cute.Tensor,
-    mLogX: cute.Tensor,
-    channel: Int32,
-    age: Int32,
-    position: Int32,
-    read: Int32,
-    reads: Boolean,
-    replayed: Int32,
-    log_in: Int64,
-    vec: cutlass.Constexpr,
-):
-    """Input `age` (1, 2, 3) tokens before the first new one: an accepted draft's from the log, else the ring's, else zero."""
-    draft = replayed - age
-    if draft >= 0:
-        copy_into(log_x_ptr(mLogX, log_in + draft, channel, vec), rX, vec)
-    elif reads:
-        copy_into(window_ptr(mConvState, read, position + draft, channel, CONV_WIDTH, vec), rX, vec)
-
-
-@cute.jit
-def commit_history(
-    rX: cute.Tensor,
-    mConvState: cute.Tensor,
-    channel: Int32,
-    age: Int32,
-    position: Int32,
-    read: Int32,
-    write: Int32,
-    replayed: Int32,
-    vec: cutlass.Constexpr,
-):
-    """Store that input in its column of the write slot; in place only the accepted drafts' columns change."""
-    draft = replayed - age
-    if (draft >= 0) | (read != write):
-        store_vector(rX, window_ptr(mConvState, write, position + draft, channel, CONV_WIDTH, vec), vec)
 
 
 def gated(rO, norm, rG, vec):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import importlib
 import json
 import os
@@ -26,6 +27,16 @@ def version() -> str:
     return str(package.__version__)
 
 
+@functools.lru_cache(maxsize=1)
+def as_int64(cu: torch.Tensor) -> torch.Tensor:
+    """`cu` in int64, one tensor for all input sets of a case.
+
+    FLA remembers what it derives from the last few tensors of lengths, by identity. More of them than it remembers make it derive
+    inside a graph capture, which fails and leaves results that were never computed.
+    """
+    return cu.long()
+
+
 def prefill(p: DeltaProblem, cu: torch.Tensor) -> dict[str, PeerCall]:
     """Raw gates, beta logits and un-normalised q and k in, one packed state a sequence in and out."""
     if p.workload.checkpoint_every:
@@ -35,7 +46,7 @@ def prefill(p: DeltaProblem, cu: torch.Tensor) -> dict[str, PeerCall]:
     else:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule as function
     q, k, v, g, b = (x.contiguous().unsqueeze(0) for x in (p.q, p.k, p.v, p.gate, p.b))
-    cu64 = cu.long()
+    cu64 = as_int64(cu)
     beta = torch.sigmoid(b.float())
     options = {
         "output_final_state": True,
