@@ -125,12 +125,13 @@ def test_cases_in_turn_pass_whatever_ran_before(dtype: str) -> None:
         assert row["error"]["ours"]["output"] < 0.004
 
 
-def test_every_case_is_warmed_in_one_group() -> None:
+def test_every_case_is_warmed_for_each_peer_that_keeps_kernels_on_disk() -> None:
     cases = select()
-    found = warm.groups(cases)
-    assert sorted(case.name for group in found.values() for case in group) == sorted(case.name for case in cases)
+    found = warm.units(cases, ("flashinfer", "fla", "lmdeploy"))
     assert next(iter(found))[0].endswith("prefill")
-    for (_, name), group in found.items():
+    wanted = {(case.name, peer) for case in warm.distinct(cases) for peer in warm.ON_DISK.get(case.op, ())}
+    assert {(case.name, unit[2]) for unit, group in found.items() for case in group} == wanted
+    for (_, name, _), group in found.items():
         assert {case.geometry.id for case in group} == {name.split(":")[0]}
 
 
