@@ -1,4 +1,4 @@
-"""Command line: `warm` compiles the peers, `run` measures, `lines` judges, `report` draws the documents."""
+"""Command line: `warm` compiles the peers, `run` and `all` measure, `host` times calls, `lines` judges, `report` draws."""
 
 from __future__ import annotations
 
@@ -38,6 +38,10 @@ def _parser() -> argparse.ArgumentParser:
     whole.add_argument("--jobs", type=int, help="processes that compile; one a core by default")
     whole.add_argument("--peer-cache", type=Path, help="folder for what peers compile and tune: a second run finds it")
     whole.add_argument("--logs", type=Path, help="folder of one log a process that compiles")
+    whole.add_argument("--no-host", action="store_true", help="leave the host times to a later `host`")
+    host = commands.add_parser("host", help="host time of a public call into result files; nothing else should run")
+    host.add_argument("--out", type=Path, required=True, help="the folder of result files")
+    host.add_argument("--device", default="cuda", help="cuda, or cpu to exercise the harness only")
     warm = commands.add_parser("warm", help="compile and tune the peers ahead of a run, in parallel processes")
     warm.add_argument("--jobs", type=int, help="processes; one a core by default")
     warm.add_argument("--here", action="store_true", help="in this process")
@@ -47,11 +51,12 @@ def _parser() -> argparse.ArgumentParser:
     warm.add_argument(
         "--compile-limit", type=float, default=math.inf, help="seconds after which what still runs is ended"
     )
-    for parts in (run, whole, warm):
+    for parts in (run, whole, host, warm):
         parts.add_argument("--op", default="", help="operators, comma-separated; all by default")
         parts.add_argument("--case", default="", help="regular expression on case names, such as gdn_decode:Q1:B64:f32")
-        parts.add_argument("--peers", default="all", help="all, none, or flashinfer,fla,cudnn,lmdeploy")
         parts.add_argument("--quick", action="store_true", help="the short matrix")
+    for parts in (run, whole, warm):
+        parts.add_argument("--peers", default="all", help="all, none, or flashinfer,fla,cudnn,lmdeploy")
     report = commands.add_parser("report", help="tables and charts from committed results")
     report.add_argument("--results", type=Path, default=RESULTS)
     report.add_argument("--docs", type=Path, default=RESULTS.parents[2] / "docs")
@@ -68,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     import torch
 
+    from . import host
     from . import run as runner
     from .cases import select
     from .compare import compare, load_set
@@ -125,6 +131,8 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         before=before,
         begin=lambda case: turn.case.write_text(case.name) if turn else None,
     )
+    if not turn:  # the one who gives turns takes host times when all of them are over
+        host.add(result, cases, runner.workspace(torch.device(options.device)), lambda text: print(text, flush=True))
     for path in save(result):
         print(f"wrote {path}")
     if options.base:
@@ -157,6 +165,17 @@ def _cold_peers(case: Any, cold: dict[tuple[str, str], list[str]]) -> dict[str, 
 
     names = [name for name in cold.get(group_of(case), ()) if name in TUNING]
     return dict.fromkeys(names, "not compiled and tuned within the limit of this run")
+
+
+def _host(options: argparse.Namespace) -> int:
+    import torch
+
+    from . import host
+    from .cases import select
+
+    cases = select(options.op, options.case, options.quick)
+    count = host.update(options.out, cases, torch.device(options.device), lambda text: print(text, flush=True))
+    return 0 if count else 1
 
 
 def _warm(options: argparse.Namespace) -> int:
@@ -197,6 +216,7 @@ def _all(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         command=" ".join(["python", "-m", "perf", *arguments]),
         cache=(options.peer_cache or CACHE).absolute(),
         logs=options.logs,
+        host=not options.no_host,
         say=lambda text: print(text, flush=True),
     )
     print(lines_table(load_results(options.out)))
@@ -214,6 +234,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _all(options, given)
         if options.command == "warm":
             return _warm(options)
+        if options.command == "host":
+            return _host(options)
         if options.command == "lines":
             from .lines import lines_table
             from .report import load_results

@@ -1,4 +1,5 @@
-"""The whole matrix in one command: peers compile in parallel, then one process a family measures, one at a time.
+"""The whole matrix in one command: peers compile in parallel, then one process a family measures, one at a time; the host
+times come last, from one process alone.
 
 Two kinds of peers (`warm.ON_DISK`, `warm.IN_MEMORY`): those that keep compiled and tuned kernels on disk are warmed by processes
 of their own; those whose compiler keeps them in memory alone must compile in the process that times them, which does so in the
@@ -19,7 +20,7 @@ from pathlib import Path
 
 from . import peers, schema
 from .cases import Case
-from .run import dump, unfinished
+from .run import replace, unfinished
 from .warm import IN_MEMORY, Cold, environment, family_of, pattern, precompile, warm
 
 FAMILIES = ("conv", "step", "gdn_prefill", "kda_prefill")
@@ -29,6 +30,7 @@ START_S = 8.0  # of a family's turn: imports are done, copy bandwidth and matrix
 END_S = 3.0  # for the last case and the files, before the process is ended
 PATIENCE_S = 30.0  # for a peer that still compiles when nothing else is left to measure
 GRACE_S = 15.0  # beyond its share, for the case in hand
+HOST_S = 40.0  # for the host times, beside which nothing else runs
 RESTARTS = 2  # of a family whose process was lost, each without the case that lost it
 RESTART_S = 25.0  # a restart needs at least
 CACHE = Path.home() / ".cache" / "compact-state" / "peers"
@@ -140,6 +142,7 @@ def measure(
     command: str = "",
     cache: Path = CACHE,
     logs: Path | None = None,
+    host: bool = True,
     say: Callable[[str], None] = print,
 ) -> list[str]:
     """Measure cases into `out`, one file a family; gives the families whose process failed.
@@ -153,6 +156,7 @@ def measure(
         command: what to record as the command.
         cache: folder in which peers keep what they compile and tune: a second run finds it there.
         logs: folder of what the compiling processes say.
+        host: whether to end with the host times; else `python -m perf host` adds them when the machine is quiet.
     """
     began = time.monotonic()
     wanted = peers.wanted(peer_names)
@@ -173,12 +177,27 @@ def measure(
             cold = warm(cases, wanted, jobs, say, logs, compile_limit_s, cache)
             compiled_s = time.monotonic() - began
             say(f"peers compiled and tuned in {compiled_s:.0f} s; cold: {cold or 'none'}")
-            failed = _give_turns(families, out, began + total_s, cold, wanted, say)
+            deadline = began + total_s - (HOST_S if host else 0.0)
+            failed = _give_turns(families, out, deadline, cold, wanted, say)
         finally:
             for family in families:
                 family.stop()
+    if host and _host_times(cases, out, device, max(began + total_s - time.monotonic(), HOST_S)):
+        failed.append("host times")
     _stamp(out, cases, {"compile_s": round(compiled_s, 1), "command_s": round(time.monotonic() - began, 1)})
     return failed
+
+
+def _host_times(cases: Sequence[Case], out: Path, device: str, limit_s: float) -> int:
+    """Host times of all rows in a process of its own; its status, -1 where it had to be ended."""
+    command = [sys.executable, "-m", "compact_state.perf", "host", "--device", device, "--out", str(out)]
+    command += ["--case", pattern(cases)]
+    try:
+        return subprocess.run(
+            command, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=limit_s, check=False
+        ).returncode
+    except subprocess.TimeoutExpired:
+        return -1
 
 
 def _stamp(out: Path, cases: Sequence[Case], times: dict[str, float]) -> None:
@@ -188,7 +207,7 @@ def _stamp(out: Path, cases: Sequence[Case], times: dict[str, float]) -> None:
         if path.is_file():
             result = schema.load(path)
             result["environment"] |= times
-            path.write_text(dump(result))
+            replace(path, result)
 
 
 def _next(families: Sequence[Family], wanted: Sequence[str], say: Callable[[str], None]) -> Family:

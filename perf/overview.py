@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .cases import OPS
-from .lines import Verdict, unmeasured, verdicts
+from .lines import WORDS, Verdict, unmeasured, verdicts
 from .tables import Row, best_peer, geometric_mean, label, number, ratio_to_best, table
 
 Results = Mapping[str, Mapping[str, Any]]
@@ -66,14 +66,13 @@ def _where_slower(results: Results) -> str:
 
 
 def _families(judged: Sequence[Verdict]) -> str:
-    """Lines met, missed and not measured, by family; the missed ones by their text."""
+    """Lines by verdict and family; the missed ones by their text."""
     rows = []
     for family in dict.fromkeys(verdict.line.family for verdict in judged):
         of = [verdict for verdict in judged if verdict.line.family == family]
-        count = {word: sum(v.word == word for v in of) for word in ("met", "missed", "not measured")}
         missed = [f"{v.line.text}: {number(v.value)}, limit {v.line.limit:.3g}" for v in of if v.word == "missed"]
-        rows.append([family, *(str(count[word]) for word in count), "; ".join(missed) or "-"])
-    return table(["family", "met", "missed", "not measured", "missed lines"], rows)
+        rows.append([family, *(str(sum(v.word == word for v in of)) for word in WORDS), "; ".join(missed) or "-"])
+    return table(["family", *WORDS, "missed lines"], rows)
 
 
 def overview_block(results: Results) -> str:
@@ -85,7 +84,7 @@ def overview_block(results: Results) -> str:
             operators.append(_operator(op, rows))
     header = ["operator", "cells", "x floor, mean", "farthest from its floor", "ours / best peer, mean", "peer faster"]
     header += ["worst against a peer"]
-    judged = verdicts(results)
+    judged = [verdict for verdict in verdicts(results) if verdict.line.limit is not None]
     met = sum(verdict.word == "met" for verdict in judged)
     left = unmeasured(results)
     parts = [

@@ -19,14 +19,12 @@ from . import environment, peers, schema
 from .bench import Prepared, gate
 from .cases import Case, registry_order
 from .inputs import Workspace
-from .timing import GraphTimer, Timer, Timings, WallTimer, host_microseconds
+from .timing import GraphTimer, Timer, Timings, WallTimer
 
 GPU_POOL_BYTES = 4 * 2**30
 SHARED_ROWS = 32768  # the longest prefill of the registry
 CPU_POOL_BYTES = 64 * 2**20
 SAVE_EVERY_S = 3.0
-HOST_CALLS = 16  # of a batch whose Python time is taken
-HOST_DEVICE_US = 3000.0  # device time of such a batch at most
 NOT_RUN = "not run: "  # begins what `failures` says of a case that was not reached
 DEVICE_LOST = "the device failed in a case before"
 FIXED_COST_BYTES = 2**16  # below it a launch's fixed cost is all there is, and a floor of bytes says nothing
@@ -73,7 +71,6 @@ def _row(
     prepared: Prepared,
     errors: dict[str, dict[str, float]],
     timings: Timings,
-    host_us: float,
     copy: float | None,
 ) -> dict[str, Any]:
     """One row of the schema."""
@@ -96,7 +93,6 @@ def _row(
         "model": f"{case.geometry.model} TP{case.geometry.tp}",
         "bytes": work.bytes,
         "flops": work.flops,
-        "host_us": _round(host_us),
         "rotation_mib": prepared.rotation_bytes // 2**20,
         "launches": {c.name: len(c.launches) for c in prepared.contenders},
         "error": {name: {k: float(f"{v:.2e}") for k, v in ratios.items()} for name, ratios in errors.items()},
@@ -138,14 +134,14 @@ def run_case(
             errors = gate(prepared)
         with clock.phase("time"):
             timings = timer.time(prepared.contenders)
-        ours = next(c for c in prepared.contenders if c.name == "ours")
-        with clock.phase("host"):
-            if ws.device.type == "cuda":
-                calls = max(2, min(HOST_CALLS, int(HOST_DEVICE_US / timings.by_name["ours"].us)))
-                host_us = host_microseconds(ours.launches, torch.cuda.synchronize, calls=calls)
-            else:
-                host_us = host_microseconds(ours.launches, lambda: None, batches=1, calls=1)
-    return _row(case, prepared, errors, timings, host_us, copy_tb_s)
+    return _row(case, prepared, errors, timings, copy_tb_s)
+
+
+def workspace(device: torch.device, gates: Mapping[str, Sequence[str | None]] | None = None) -> Workspace:
+    """Memory that cases share: pools far above the L2 cache on a GPU, small ones elsewhere."""
+    if device.type == "cuda":
+        return Workspace(device, GPU_POOL_BYTES, SHARED_ROWS, gates)
+    return Workspace(device, CPU_POOL_BYTES)
 
 
 def run(
@@ -181,7 +177,7 @@ def run(
         if case.op.endswith("_prefill") and not case.op.startswith("causal"):
             sets.setdefault(case.geometry.id, {})[case.gates] = None
     gates = {name: tuple(found) for name, found in sets.items()}
-    ws = Workspace(device, GPU_POOL_BYTES, SHARED_ROWS, gates) if cuda else Workspace(device, CPU_POOL_BYTES)
+    ws = workspace(device, gates)
     timer: Timer = GraphTimer() if cuda else WallTimer()
     rows: list[dict[str, Any]] = list(before["rows"]) if before else []
     failures: dict[str, str] = dict(before["failures"]) if before else {}
@@ -253,7 +249,7 @@ def describe(row: dict[str, Any]) -> str:
     if row["slab_copy_us"]:
         text += f"  slab {row['slab_copy_us']:8.2f}"
     text += "".join(f"  {name} {us:.2f}" for name, us in row["peers"].items())
-    return text + f"  host {row['host_us']:.1f}  spread {row['spread']:.3f}"
+    return text + f"  spread {row['spread']:.3f}"
 
 
 def write(result: dict[str, Any], out: Path, by_case: dict[str, Case]) -> list[Path]:
@@ -269,14 +265,17 @@ def write(result: dict[str, Any], out: Path, by_case: dict[str, Case]) -> list[P
             failed = {name: why for name, why in result["failures"].items() if by_case[name].file == stem}
             targets[out / f"{stem}.json"] = {"environment": result["environment"], "rows": rows, "failures": failed}
     for path, content in targets.items():
-        schema.validate(content)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_name(
-            f".{path.name}.{os.getpid()}"
-        )  # a reader, and a run that is killed, sees whole files only
-        fresh.write_text(dump(content))
-        os.replace(fresh, path)
+        replace(path, content)
     return list(targets)
+
+
+def replace(path: Path, result: dict[str, Any]) -> None:
+    """Write a valid result file at once: a reader, and a run that is killed, sees whole files only."""
+    schema.validate(result)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    fresh.write_text(dump(result))
+    os.replace(fresh, path)
 
 
 def dump(result: dict[str, Any]) -> str:

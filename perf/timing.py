@@ -218,18 +218,3 @@ class WallTimer:
                 samples.append((time.perf_counter() - start) * 1e6)
             results.by_name[contender.name] = summarize(samples, False)
         return results
-
-
-def host_microseconds(
-    launches: Sequence[Callable[[], Any]], synchronize: Callable[[], None], batches: int = 7, calls: int = 16
-) -> float:
-    """Python time of one eager public call, without waiting for the device: median over batches of calls."""
-    samples = []
-    for batch in range(batches):
-        synchronize()
-        start = time.perf_counter()
-        for i in range(calls):
-            launches[(batch * calls + i) % len(launches)]()
-        samples.append((time.perf_counter() - start) * 1e6 / calls)
-    synchronize()
-    return statistics.median(samples)

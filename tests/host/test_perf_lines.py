@@ -78,6 +78,7 @@ def test_gates_checkpoints_and_mixes() -> None:
         row("gdn_prefill", "Q1", "1x8192+ckpt512", 260.0, bytes=14 * 10**7),
         row("gdn_prefill", "Q1", "8x4096", 400.0),
         row("gdn_prefill", "Q1", "28672+4096", 500.0),
+        row("gdn_prefill", "Q1", "63x1+8192", 160.0),
     ]
     found = judged(*rows)
     assert one(found, "slowest gate set over the fastest").value == pytest.approx(211.0 / 200.0)
@@ -85,7 +86,47 @@ def test_gates_checkpoints_and_mixes() -> None:
     assert one(found, "geometric mean over cuDNN, fast gates").value == pytest.approx(200.0 / 210.0)
     assert one(found, "every cell faster than the best peer").count == 2
     assert one(found, "checkpoints every 512 tokens").value == pytest.approx(20.0 / 10.0)
-    assert one(found, "a long sequence in a mix").value == pytest.approx(500.0 / 400.0)
+    assert one(found, "the same read as time with checkpoints").value == pytest.approx(260.0 / 250.0)
+    assert one(found, "the same read as time with checkpoints").word == "reported"
+    mix = one(found, "a long sequence in a mix")
+    assert (mix.value, mix.count, mix.over) == (pytest.approx(500.0 / 400.0), 2, 1)
+
+
+def test_single_tokens_of_a_mix_count_with_the_state_they_move() -> None:
+    found = judged(row("gdn_prefill", "Q1", "8x4096", 400.0), row("gdn_prefill", "Q1", "63x1+8192", 160.0))
+    states = 63 * (2 * 32 * 128 * 128 * 4 + (2 * 16 * 128 + 2 * 32 * 128 + 2 * 32) * 2 + 8)
+    assert one(found, "a long sequence in a mix").value == pytest.approx(160.0 / (100.0 + states / 4e6))
+
+
+def test_a_peer_that_has_a_kernel_and_no_figure_leaves_a_line_incomplete() -> None:
+    def word(**more: Any) -> str:
+        return one(
+            judged(row("gdn_decode", "Q1", "B64", 60.0, **more)), "every cell not slower than the best peer"
+        ).word
+
+    assert word(peers={"flashinfer": 70.0}, peers_missing={"fla": "Unsupported: no decode kernel"}) == "met"
+    late = {"lmdeploy": "not compiled and tuned within the limit of this run"}
+    assert word(peers={"flashinfer": 70.0}, peers_missing=late) == "incomplete"
+    assert word(peers={"flashinfer": 50.0}, peers_missing=late) == "missed"
+    assert word(peers_missing=late) == "not measured"
+
+
+def test_flashinfer_with_its_passes_is_reported_without_a_limit() -> None:
+    cell = row(
+        "gdn_prefill", "Q1", "1x8192", 150.0, peers={"flashinfer": 100.0, "flashinfer_with_passes": 200.0},
+    )  # fmt: skip
+    found = judged(cell)
+    with_passes = one(found, "geometric mean over FlashInfer with its")
+    assert (with_passes.value, with_passes.word) == (pytest.approx(0.75), "reported")
+    assert one(found, "every cell not slower than FlashInfer without").value == pytest.approx(1.5)
+
+
+def test_host_times_of_prefill_are_not_those_of_a_step() -> None:
+    found = judged(
+        row("kda_prefill", "G1", "1x8192", 200.0, gates="fast", host_us=300.0),
+        row("causal_conv1d_decode", "Q1", "B8", 2.0, state_dtype="bfloat16", host_us=9.0),
+    )
+    assert one(found, "host time of a public call").value == 9.0
 
 
 def test_a_peer_that_writes_in_place_is_compared_with_ours_in_place() -> None:
@@ -126,3 +167,5 @@ def test_the_whole_matrix_counts_only_when_it_is_whole(monkeypatch: pytest.Monke
     assert word(first) == "not measured"
     assert word(first, second) == "missed"
     assert word(first, second | {"environment": environments[0]}) == "met"
+    slow = {"copy_tb_s": 4.0, "date": "a", "seconds": 100.0, "host": {"seconds": 390.0}}
+    assert word(first | {"environment": slow}, second | {"environment": slow}) == "missed", "host times count"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from compact_state.perf import matrix, peers, run, schema, timing
+from compact_state.perf import host, matrix, peers, run, schema, timing
 from compact_state.perf.cases import Case, select
 from compact_state.perf.cli import _cold_peers, _compiles, main
 from compact_state.perf.matrix import Turn, by_family
@@ -32,6 +32,31 @@ def test_the_whole_matrix_command_gives_every_family_its_turn(
     assert {row["workload"] for row in result["rows"]} == {"B64", "B512"}
     assert result["environment"]["command"] == " ".join(["python", "-m", "perf", *arguments])
     assert "step: status 0" in capfd.readouterr().out
+    assert all(row["host_us"] > 0 for row in result["rows"])
+    assert result["environment"]["host"]["seconds"] >= 0
+
+
+def test_host_times_can_be_left_to_a_quiet_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = ["--case", "advance_state_ids:Q1:B64:f32", "--device", "cpu", "--out", str(tmp_path)]
+    assert main(["all", *chosen, "--peers", "none", "--no-host"]) == 0
+    (row,) = schema.load(tmp_path / "decode.json")["rows"]
+    assert "host_us" not in row
+    assert main(["host", *chosen]) == 0
+    (timed,) = schema.load(tmp_path / "decode.json")["rows"]
+    assert timed.pop("host_us") > 0
+    assert timed == row
+    assert main(["host", "--case", "gdn_decode:Q1:B64:f32", *chosen[2:]]) == 1, "no row of that case"
+
+
+def test_a_host_time_is_the_median_and_the_first_batch_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    lasting = iter([500.0, 500.0, 10.0, 11.0, 20.0, 21.0, 10.0, 11.0])
+    now = [0.0]
+    monkeypatch.setattr(host.time, "perf_counter", lambda: now[0])
+
+    def call() -> None:
+        now[0] += next(lasting) / 1e6
+
+    assert host.microseconds([call], lambda: None, batches=3, calls=2) == pytest.approx(10.5)
 
 
 def test_a_turn_is_waited_for_and_an_orphan_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
