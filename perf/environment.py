@@ -49,10 +49,15 @@ def matmul_tflop_s(size: int = MATRIX) -> float:
     return 2 * size**3 / milliseconds / 1e9
 
 
+def _number() -> str:
+    """What nvidia-smi calls the device in use, which the variable may have chosen."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
+
+
 def clocks() -> dict[str, float] | None:
     """SM and memory clock (MHz), temperature (C) and power (W) now; None where nvidia-smi cannot say."""
     fields = ("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw")
-    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", "-i", "0"]
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", "-i", _number()]
     try:
         text = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
         return {name: float(value) for name, value in zip(fields, text.split("\n")[0].split(","))}
@@ -62,7 +67,7 @@ def clocks() -> dict[str, float] | None:
 
 def driver() -> str | None:
     """Driver version, or None."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "-i", "0"]
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "-i", _number()]
     try:
         return (
             subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
