@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..cute_kernels.reference.metrics import rms_ratio
+from .inputs import Workspace
 from .timing import Contender
 
 PEER_TOLERANCE = 0.02  # a peer above this does not compute the same function, and its time means nothing
@@ -38,8 +39,11 @@ class Prepared:
     notes: dict[str, Any] = field(default_factory=dict)
 
 
-def gate(prepared: Prepared) -> dict[str, dict[str, float]]:
-    """Check every contender. Peers that fail move to `missing`; one of ours failing raises WrongResultError."""
+def gate(prepared: Prepared, ws: Workspace) -> dict[str, dict[str, float]]:
+    """Check every contender. Peers that fail move to `missing`; one of ours failing raises WrongResultError.
+
+    What a peer that failed has written into the pools may be anything, and other cases read their states there: it is replaced.
+    """
     errors: dict[str, dict[str, float]] = {}
     kept = []
     for contender in prepared.contenders:
@@ -50,6 +54,7 @@ def gate(prepared: Prepared) -> dict[str, dict[str, float]]:
             if ours:
                 raise
             prepared.missing[contender.name] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+            ws.fill()
             continue
         bad = {
             name: ratio
@@ -60,6 +65,7 @@ def gate(prepared: Prepared) -> dict[str, dict[str, float]]:
             raise WrongResultError(f"{contender.name}: RMS ratios {bad}, allowed {prepared.tolerance}")
         if bad:
             prepared.missing[contender.name] = f"wrong result: RMS ratios {bad}"
+            ws.fill()
             continue
         errors[contender.name] = ratios
         kept.append(contender)

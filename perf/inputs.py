@@ -55,11 +55,16 @@ class Workspace:
         buffer = self._buffers.get(dtype)
         if buffer is None or buffer.numel() < needed:
             self._buffers.pop(dtype, None)
-            buffer = torch.empty(needed, dtype=dtype, device=self.device)
-            buffer.normal_(0.0, STATE_SCALE, generator=self.generator)
-            self._buffers[dtype] = buffer
+            self._buffers[dtype] = torch.empty(needed, dtype=dtype, device=self.device)
+            self.fill(dtype)
+            buffer = self._buffers[dtype]
         slots = buffer.numel() // elements
         return buffer[: slots * elements].view(slots, *inner)
+
+    def fill(self, *dtypes: torch.dtype) -> None:
+        """Draw new states for the buffers of these dtypes, all by default."""
+        for dtype in dtypes or tuple(self._buffers):
+            self._buffers[dtype].normal_(0.0, STATE_SCALE, generator=self.generator)
 
     def kept(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """What `make` gave for `key`, if it is among the last KEPT asked for."""

@@ -24,7 +24,7 @@ KDA_MATRIX = ("G2", "G6", "G1", "32/32", "G3")
 DECODES = ("gdn_decode", "kda_decode")
 LAYERS = ("gdn_layer_decode", "kda_layer_decode")
 STEPS = (*DECODES, *LAYERS, "gdn_verify", "kda_verify", "gdn_commit", "kda_commit", "causal_conv1d_decode")
-NO_KERNEL = ("Unsupported", "wrong result")  # begin why a peer has no figure where it does not offer the function
+NO_KERNEL = ("Unsupported", "cudnnGraphNotSupportedError: no engine")  # begin why a peer offers nothing for a cell
 
 
 class Results:

@@ -131,7 +131,7 @@ def run_case(
         with clock.phase("prepare"):
             prepared: Prepared = bench.prepare(case, ws, adapters)
         with clock.phase("check"):
-            errors = gate(prepared)
+            errors = gate(prepared, ws)
         with clock.phase("time"):
             timings = timer.time(prepared.contenders)
     return _row(case, prepared, errors, timings, copy_tb_s)

@@ -83,7 +83,7 @@ def prefill(p: DeltaProblem, cu: torch.Tensor) -> dict[str, PeerCall]:
     from lmdeploy.pytorch.kernels.cuda.gated_delta_preprocess import gated_delta_preprocess
 
     q, k, v, a, b = (x.unsqueeze(0) for x in (p.q, p.k, p.v, p.gate, p.b))
-    rate = p.A_log.exp()
+    rate = -p.A_log.exp()  # what its models pass as the exponent: signed
     ratio = p.geometry.hv // p.geometry.hk
     cu64 = cu.long()
 
@@ -181,7 +181,7 @@ def layer_decode(p: DeltaProblem, conv: ConvProblem, z: torch.Tensor, norm: torc
     first: list[torch.Tensor] = []
     x = conv.x.contiguous()
     a, b = p.gate.contiguous().unsqueeze(1), p.b.contiguous().unsqueeze(1)
-    rate, gate = p.A_log.exp(), z.contiguous().view(rows * hv, -1)
+    rate, gate = -p.A_log.exp(), z.contiguous().view(rows * hv, -1)
 
     def make(read: torch.Tensor, write: torch.Tensor, out: torch.Tensor) -> Callable[[], torch.Tensor]:
         ids = read.long()

@@ -16,7 +16,7 @@ from compact_state.perf.cases import GATES, Case, workload
 from compact_state.perf.cli import main
 from compact_state.perf.geometries import Geometry, geometry
 from compact_state.perf.inputs import Workspace, delta_problem
-from compact_state.perf.peers.common import log_decay
+from compact_state.perf.peers.common import PeerCall, log_decay
 from tests.host.perf_case import CPU, SMALL_GDN, SMALL_KDA, SMALL_SOFTPLUS, fake_peer, refusing_peer, small, small_pools
 
 
@@ -89,6 +89,23 @@ def test_peers_are_timed_when_right_and_named_when_wrong_or_unable() -> None:
     assert "wrong result" in row["peers_missing"]["fla"]
     assert row["peers_missing"]["cudnn"] == "Unsupported: bf16 pools only"
     assert row["peers_missing"]["lmdeploy"] == "Unsupported: no decode kernel"
+
+
+def test_what_a_wrong_peer_wrote_into_a_pool_is_not_read_by_the_next_case() -> None:
+    ws = Workspace(CPU, 2**24)
+
+    def decode(p):  # type: ignore[no-untyped-def]
+        def ruin(read, write, out):  # type: ignore[no-untyped-def]
+            return lambda: (p.pool.fill_(float("inf")), out.zero_())[1]
+
+        return PeerCall(ruin, in_place=True)
+
+    case = small("gdn_decode", "B3")
+    row = run.run_case(case, ws, timing.WallTimer(), {"fla": types.SimpleNamespace(decode=decode)}, None)
+    assert "wrong result" in row["peers_missing"]["fla"]
+    pool = ws.pool(torch.float32, 2, 128, 128)
+    assert torch.isfinite(pool).all()
+    assert 0.05 < pool.std() < 0.2, "random states again"
 
 
 def test_absent_peers_are_named_not_guessed() -> None:
