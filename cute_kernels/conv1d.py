@@ -20,7 +20,6 @@ from .draft_log import DraftLog
 from .errors import InvalidArgumentError, UnsupportedConfigError
 from .opaque import operator
 from .validation import (
-    ALIGNMENT,
     FLOAT_DTYPES,
     REFUSALS,
     Backend,
@@ -34,7 +33,6 @@ from .validation import (
     check_pool,
     check_rows,
     check_tensor,
-    is_dense,
     runs_kernels,
 )
 
@@ -143,23 +141,30 @@ def causal_conv1d_prefill(
     Raises:
         InvalidArgumentError, UnsupportedConfigError, BackendUnavailableError: before any launch, nothing changed.
     """
-    kernels = runs_kernels(backend, "x", x)
     arguments = (x, weight, conv_state, read_ids, write_ids, positions)
-    _check(
-        "causal_conv1d_prefill", *arguments, bias, activation, out, packed=True, cu_seqlens=cu_seqlens, kernels=kernels
-    )
-    if checkpoints is not None:
-        check_checkpoints(checkpoints, read_ids.shape[0], x.device)
-    if not kernels:
-        return reference.causal_conv1d_prefill(
-            *arguments, cu_seqlens, bias=bias, activation=activation, checkpoints=checkpoints, out=out
-        )
-    if out is None:
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    elif x.numel() and out.data_ptr() == x.data_ptr():
-        raise InvalidArgumentError("out", "x itself", "memory apart from x: tiles read rows that other tiles write")
-    conv_launch.launch_prefill(*arguments, cu_seqlens, bias, activation, checkpoints, out)
-    return out
+    kernels, target = runs_kernels(backend, "x", x), out
+    try:
+        if not kernels or (out is not None and out.data_ptr() == x.data_ptr()):
+            raise ValueError
+        if out is None:
+            target = torch.empty_like(x, memory_format=torch.contiguous_format)
+        if not _fits(weight, bias, activation) or cu_seqlens.numel() != read_ids.numel() + 1:
+            raise ValueError
+        conv_launch.launch_prefill(*arguments, cu_seqlens, bias, activation, checkpoints, target)
+    except REFUSALS:
+        name = "causal_conv1d_prefill"
+        _check(name, *arguments, bias, activation, out, packed=True, cu_seqlens=cu_seqlens, kernels=kernels)
+        if checkpoints is not None:
+            check_checkpoints(checkpoints, read_ids.shape[0], x.device)
+        if not kernels:
+            options = {"bias": bias, "activation": activation, "checkpoints": checkpoints, "out": out}
+            return reference.causal_conv1d_prefill(*arguments, cu_seqlens, **options)
+        if out is not None and x.numel() and out.data_ptr() == x.data_ptr():
+            raise InvalidArgumentError(
+                "out", "x itself", "memory apart from x: tiles read rows that other tiles write"
+            ) from None
+        raise
+    return target
 
 
 @operator("conv_state")
@@ -214,20 +219,24 @@ def _decode(
     itself before it launches, so only what it cannot see is checked here; its refusal becomes the full check's named error.
     """
     arguments = (x, weight, conv_state, read_ids, write_ids, positions)
+    target = out
     try:
         if out is None:
-            out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        unfit = (x.data_ptr() | conv_state.data_ptr() | out.data_ptr()) % ALIGNMENT or not is_dense(weight)
-        if unfit or weight.shape[1] not in WIDTHS or activation not in ACTIVATIONS or x.shape[0] == 0:
+            target = torch.empty_like(x, memory_format=torch.contiguous_format)
+        if not _fits(weight, bias, activation) or x.shape[0] == 0:
             raise ValueError
-        if bias is not None and (bias.shape != weight.shape[:1] or not is_dense(bias)):
-            raise ValueError
-        conv_launch.launch_decode(*arguments, bias, activation, out, settled=settled)
+        conv_launch.launch_decode(*arguments, bias, activation, target, settled=settled)
     except REFUSALS:
         _check("causal_conv1d_decode", *arguments, bias, activation, out, kernels=True)
         if x.shape[0] != 0:
             raise
-    return out
+    return target
+
+
+def _fits(weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> bool:
+    """What no loaded function sees: the activation, the length of the bias, and that no kernel is of such a width."""
+    known = weight.shape[1] in WIDTHS and activation in ACTIVATIONS
+    return known and (bias is None or bias.shape == weight.shape[:1])
 
 
 @operator("conv_state", "draft_log.x")
@@ -260,20 +269,28 @@ def causal_conv1d_verify(
     Raises:
         InvalidArgumentError, UnsupportedConfigError, BackendUnavailableError: before any launch, nothing changed.
     """
-    kernels = runs_kernels(backend, "x", x)
     arguments = (x, weight, conv_state, read_ids, write_ids, positions)
-    _check(
-        "causal_conv1d_verify", *arguments, bias, activation, out, packed=True, cu_seqlens=cu_seqlens, kernels=kernels
-    )
-    check_log(draft_log, num_accepted, read_ids.shape[0], x.device, inputs=(x.shape[1], x.dtype), kernels=kernels)
-    if not kernels:
-        return reference.causal_conv1d_verify(
-            *arguments, cu_seqlens, draft_log, num_accepted, bias=bias, activation=activation, out=out
-        )
-    if out is None:
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    conv_launch.launch_verify(*arguments, cu_seqlens, draft_log, num_accepted, bias, activation, out, settled=settled)
-    return out
+    step = (cu_seqlens, draft_log, num_accepted)
+    kernels, target = runs_kernels(backend, "x", x), out
+    try:
+        if not kernels:
+            raise ValueError
+        if out is None:
+            target = torch.empty_like(x, memory_format=torch.contiguous_format)
+        fits = _fits(weight, bias, activation) and conv_launch.fits_log(draft_log, read_ids)
+        if not fits or cu_seqlens.numel() != read_ids.numel() + 1:
+            raise ValueError
+        conv_launch.launch_verify(*arguments, *step, bias, activation, target, settled=settled)
+    except REFUSALS:
+        name = "causal_conv1d_verify"
+        _check(name, *arguments, bias, activation, out, packed=True, cu_seqlens=cu_seqlens, kernels=kernels)
+        check_log(draft_log, num_accepted, read_ids.shape[0], x.device, inputs=(x.shape[1], x.dtype), kernels=kernels)
+        if not kernels:
+            return reference.causal_conv1d_verify(*arguments, *step, bias=bias, activation=activation, out=out)
+        if read_ids.shape[0]:
+            raise
+        target.zero_()
+    return target
 
 
 @operator("conv_state")
@@ -293,21 +310,25 @@ def causal_conv1d_commit(
         InvalidArgumentError, UnsupportedConfigError, BackendUnavailableError: before any launch, nothing changed.
     """
     kernels = runs_kernels(backend, "conv_state", conv_state)
-    if conv_state.dim() != 3:
-        raise InvalidArgumentError("conv_state", conv_state.shape, "a pool [S, W, C]")
-    device = conv_state.device
-    width, channels = conv_state.shape[1:]
-    check_pool("conv_state", conv_state, (width, channels), FLOAT_DTYPES, device)
-    check_ids("read_ids", read_ids, None, device)
-    check_ids("write_ids", write_ids, read_ids.shape[0], device)
-    check_ids("positions", positions, read_ids.shape[0], device)
-    inputs = (channels, conv_state.dtype)
-    check_log(draft_log, num_accepted, read_ids.shape[0], device, inputs=inputs, kernels=kernels)
-    if kernels:
+    arguments = (conv_state, read_ids, write_ids, positions, draft_log, num_accepted)
+    try:
+        if not kernels or conv_state.shape[1] not in WIDTHS or not conv_launch.fits_log(draft_log, read_ids):
+            raise ValueError
+        conv_launch.launch_commit(*arguments)
+    except REFUSALS:
+        if conv_state.dim() != 3:
+            raise InvalidArgumentError("conv_state", conv_state.shape, "a pool [S, W, C]") from None
+        device = conv_state.device
+        width, channels = conv_state.shape[1:]
+        check_pool("conv_state", conv_state, (width, channels), FLOAT_DTYPES, device)
+        check_ids("read_ids", read_ids, None, device)
+        check_ids("write_ids", write_ids, read_ids.shape[0], device)
+        check_ids("positions", positions, read_ids.shape[0], device)
+        inputs = (channels, conv_state.dtype)
+        check_log(draft_log, num_accepted, read_ids.shape[0], device, inputs=inputs, kernels=kernels)
+        if not kernels:
+            return reference.causal_conv1d_commit(*arguments)
         check_kernel_dtype("causal_conv1d_commit", "conv_state", conv_state.dtype, (torch.bfloat16,))
         _check_kernel_shape("causal_conv1d_commit", width, channels)
-    arguments = (conv_state, read_ids, write_ids, positions, draft_log, num_accepted)
-    if kernels:
-        conv_launch.launch_commit(*arguments)
-    else:
-        reference.causal_conv1d_commit(*arguments)
+        if read_ids.shape[0]:
+            raise

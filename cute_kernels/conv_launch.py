@@ -44,6 +44,12 @@ def _rows(log: DraftLog, ids: torch.Tensor) -> tuple[torch.Tensor, int]:
     return (ids, 0) if log.rows is None else (log.rows, MAPPED)
 
 
+def fits_log(log: DraftLog, ids: torch.Tensor) -> bool:
+    """Whether there are sequences, and the log is of one size and has a row for each; the loaded function checks a map."""
+    rows = ids if log.rows is not None else log.half
+    return 0 < ids.numel() <= rows.numel() and log.x is not None and log.x.shape[:3] == log.k.shape[:3]
+
+
 def launch_decode(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -62,8 +68,6 @@ def launch_decode(
     ``settled`` promises that the kernel before this one in the stream writes neither ids, positions, windows nor parameters,
     so that they may be read while it still runs.
     """
-    if x.shape[0] == 0:
-        return
     matrix, flags = _options(weight, bias, activation, settled)
     _decode(choose_decode(*_form(weight), x.shape[0] * x.shape[1]))(
         x, weight, matrix, conv_state, read_ids, write_ids, positions, out, flags
@@ -113,9 +117,6 @@ def launch_verify(
     settled: bool = False,
 ) -> None:
     """Commit the accepted drafts, then run and log the new tokens ``x [T, C]``. ``settled`` as in ``launch_decode``."""
-    if read_ids.shape[0] == 0:
-        out.zero_()
-        return
     matrix, flags = _options(weight, bias, activation, settled)
     rows, mapped = _rows(draft_log, read_ids)
     _verify(choose_verify(*_form(weight)))(
@@ -133,8 +134,6 @@ def launch_commit(
     num_accepted: torch.Tensor,
 ) -> None:
     """Advance the windows by the accepted drafts alone."""
-    if read_ids.shape[0] == 0:
-        return
     rows, mapped = _rows(draft_log, read_ids)
     _verify(ConvCommitKey(conv_state.shape[1]))(
         conv_state, read_ids, write_ids, positions, draft_log.x, draft_log.half, rows, num_accepted, mapped

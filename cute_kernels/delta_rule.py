@@ -277,30 +277,34 @@ def verify(
     num_accepted: torch.Tensor,
     *arguments: Any,
 ) -> torch.Tensor:
-    """Check and run a verify step; `arguments` as in `prefill`."""
+    """Check and run a verify step; `arguments` as in `prefill`, checks as in `decode`."""
     q, v, read_ids = arguments[0], arguments[2], arguments[8]
-    operator, kernels = "kda_verify" if kda else "gdn_verify", runs_kernels(backend, "q", q)
-    log = parts_of(draft_log)
-    facts = signature(operator, kernels, lower_bound, scale, *arguments, out, cu_seqlens, num_accepted, *log)
-    if not is_sound(facts):
+    step: tuple[Any, ...] = (cu_seqlens, draft_log, num_accepted)
+    options: dict[str, Any] = {"round_every_token": round_every_token, "scale": scale, "qk_l2norm": qk_l2norm}
+    target = out
+    try:
+        if not runs_kernels(backend, "q", q):
+            raise ValueError
+        if out is None:
+            target = torch.empty_like(v, memory_format=torch.contiguous_format)
+        kind = kind_of(kda, lower_bound)
+        verify_launch.launch_verify(
+            kind, *arguments, *step, target, **options, settled=settled, lower_bound=lower_bound
+        )
+    except REFUSALS:
+        operator, kernels = "kda_verify" if kda else "gdn_verify", runs_kernels(backend, "q", q)
         gate: dict[str, Any] = {"kda": kda, "lower_bound": lower_bound, "scale": scale}
         check_arguments(operator, *arguments, out, **gate, packed=True, cu_seqlens=cu_seqlens, kernels=kernels)
         heads = (q.shape[1], v.shape[1], q.shape[2], v.shape[2])
         check_log(draft_log, num_accepted, read_ids.shape[0], q.device, heads=heads, kda=kda, kernels=kernels)
-        remember(facts)
-    step: tuple[Any, ...] = (cu_seqlens, draft_log, num_accepted)
-    options: dict[str, Any] = {"round_every_token": round_every_token, "scale": scale, "qk_l2norm": qk_l2norm}
-    if not kernels:
-        if kda:
-            return reference.kda_verify(*arguments, *step, lower_bound=lower_bound, **options, out=out)
-        return reference.gdn_verify(*arguments, *step, **options, out=out)
-    if out is None:
-        out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    if read_ids.shape[0] == 0:
-        return out.zero_()
-    kind = kind_of(kda, lower_bound)
-    verify_launch.launch_verify(kind, *arguments, *step, out, **options, settled=settled, lower_bound=lower_bound)
-    return out
+        if not kernels:
+            if kda:
+                return reference.kda_verify(*arguments, *step, lower_bound=lower_bound, **options, out=out)
+            return reference.gdn_verify(*arguments, *step, **options, out=out)
+        if read_ids.shape[0]:
+            raise
+        target.zero_()
+    return target
 
 
 def commit(
@@ -312,16 +316,23 @@ def commit(
     *rest: Any,
 ) -> None:
     """Check and run a commit. `parameters`: A_log and dt_bias of KDA; `rest`: read_ids, write_ids, draft_log, num_accepted."""
-    operator, kernels = "kda_commit" if parameters else "gdn_commit", runs_kernels(backend, "state", state)
-    check_commit_arguments(operator, parameters, state, *rest, lower_bound=lower_bound, kernels=kernels)
     options: dict[str, Any] = {"round_every_token": round_every_token}
-    if kernels:
+    try:
+        if not runs_kernels(backend, "state", state):
+            raise ValueError
         kind, A_log_dt_bias = kind_of(parameters is not None, lower_bound), parameters or (None, None)
         verify_launch.launch_commit(kind, *A_log_dt_bias, state, *rest, **options, lower_bound=lower_bound)
-    elif parameters:
-        reference.kda_commit(*parameters, state, *rest, lower_bound=lower_bound, **options)
-    else:
-        reference.gdn_commit(state, *rest, **options)
+    except REFUSALS:
+        operator, kernels = "kda_commit" if parameters else "gdn_commit", runs_kernels(backend, "state", state)
+        check_commit_arguments(operator, parameters, state, *rest, lower_bound=lower_bound, kernels=kernels)
+        if kernels and rest[0].shape[0]:
+            raise
+        if kernels:
+            return
+        if parameters:
+            reference.kda_commit(*parameters, state, *rest, lower_bound=lower_bound, **options)
+        else:
+            reference.gdn_commit(state, *rest, **options)
 
 
 @tables.memoised

@@ -11,7 +11,7 @@ import torch
 
 from . import reference
 from .draft_log import DraftLog
-from .layer_launch import check_arguments, launch_decode, launch_verify, verify_arguments
+from .layer_launch import check_arguments, launch, verify_arguments
 from .opaque import operator
 from .reference.layer import GateActivation
 from .validation import Backend, runs_kernels
@@ -82,14 +82,9 @@ def gdn_layer_decode(
     arguments = (
         x, a, b, z, conv_weight, conv_state, A_log, dt_bias, norm_weight, state, read_ids, write_ids, positions,
     )  # fmt: skip
-    kernels = runs_kernels(backend, "x", x)
-    if kernels and cu_seqlens is None and draft_log is None and num_accepted is None:
-        return launch_decode(
-            "gdn_layer_decode", arguments, conv_bias, gate_activation, eps, scale, out, False, None, settled
-        )
     verify = verify_arguments(cu_seqlens, draft_log, num_accepted)
-    if kernels and verify is not None:
-        return launch_verify(
+    if runs_kernels(backend, "x", x):
+        return launch(
             "gdn_layer_decode", arguments, conv_bias, gate_activation, eps, scale, verify, out, False, None, settled
         )
     check_arguments(
@@ -162,14 +157,9 @@ def kda_layer_decode(
     arguments = (
         x, g, b, z, conv_weight, conv_state, A_log, dt_bias, norm_weight, state, read_ids, write_ids, positions,
     )  # fmt: skip
-    kernels = runs_kernels(backend, "x", x)
-    if kernels and cu_seqlens is None and draft_log is None and num_accepted is None:
-        return launch_decode(
-            "kda_layer_decode", arguments, conv_bias, gate_activation, eps, scale, out, True, lower_bound, settled
-        )
     verify = verify_arguments(cu_seqlens, draft_log, num_accepted)
-    if kernels and verify is not None:
-        return launch_verify(
+    if runs_kernels(backend, "x", x):
+        return launch(
             "kda_layer_decode",
             arguments,
             conv_bias,

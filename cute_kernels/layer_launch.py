@@ -12,7 +12,7 @@ from .configs import tables
 from .configs.recurrent import StateDtype
 from .delta_rule import check_parameters, kind_of
 from .draft_log import DraftLog
-from .errors import CompactStateError, InvalidArgumentError, UnsupportedConfigError
+from .errors import InvalidArgumentError, UnsupportedConfigError
 from .reference.layer import GateActivation
 from .validation import (
     FLOAT_DTYPES,
@@ -157,33 +157,43 @@ def _check_kernel(
             check_dense(name, parameter)
 
 
-def launch_decode(
+def launch(
     operator: str,
     arguments: Arguments,
     conv_bias: torch.Tensor | None,
     gate_activation: GateActivation,
     eps: float,
     scale: float | None,
+    verify: Verify | None,
     out: torch.Tensor | None,
     kda: bool,
     lower_bound: float | None,
     settled: bool,
 ) -> torch.Tensor:
-    """Check and run one token a row on the current stream.
+    """Check and run one token a row, or a verify step, on the current stream.
 
-    As in the single operators, the loaded function checks each tensor and the sizes they share by itself, `decode_function`
+    As in the single operators, the loaded function checks each tensor and the sizes they share by itself, `layer_function`
     how the sizes hang together; a refusal of either becomes the named error of the full check.
     """
     x, gate, b, z, conv_weight, conv_state, A_log, dt_bias, norm_weight, state, read_ids, write_ids, positions = (
         arguments
     )
+    target = out
     try:
-        rows, channels = x.shape
+        tokens, channels = x.shape
         _, hv, _, width = state.shape
         bias = dt_bias.view(-1) if kda and dt_bias.dim() == 2 else dt_bias
-        sizes = (rows, channels, z.shape[1], hv, bias.numel(), norm_weight.numel())
+        sizes = (tokens, channels, z.shape[1], hv, bias.numel(), norm_weight.numel())
         dtypes = (state.dtype, conv_weight.dtype, norm_weight.dtype)
-        function, flags = decode_function(kda, lower_bound, scale, eps, gate_activation, dtypes, sizes)
+        drafts, step = None, ()
+        if verify is not None:
+            cu_seqlens, log, num_accepted = verify
+            log_rows, half = log.rows, log.half
+            mapped = None if log_rows is None else log_rows.numel()
+            drafts = (read_ids.numel(), cu_seqlens.numel(), half.numel(), log.k.shape[3], mapped)
+            rows = half if log_rows is None else log_rows
+            step = (cu_seqlens, log.k, log.u, log.g, log.x, half, rows, num_accepted)
+        function, flags = layer_function(kda, lower_bound, scale, eps, gate_activation, dtypes, sizes, drafts)
         rest = conv_weight
         if conv_bias is not None:
             if conv_bias.numel() != channels or not conv_bias.is_contiguous():
@@ -192,9 +202,7 @@ def launch_decode(
         if flags & configs.NORM_BF16:
             norm_weight = norm_weight.view(torch.float32)  # words of two; the kernel reads them by the flag
         if out is None:
-            out = torch.empty_like(z, memory_format=torch.contiguous_format)
-        if rows == 0:
-            raise ValueError  # nothing to launch once the full check finds no fault
+            target = torch.empty_like(z, memory_format=torch.contiguous_format)
         function(
             x,
             gate,
@@ -210,7 +218,8 @@ def launch_decode(
             read_ids,
             write_ids,
             positions,
-            out,
+            *step,
+            target,
             flags | configs.SETTLED if settled else flags,
             width**-0.5 if scale is None else scale,
             lower_bound or 0.0,
@@ -218,15 +227,16 @@ def launch_decode(
         )
     except REFUSALS:
         check_arguments(
-            operator, arguments, conv_bias, gate_activation, lower_bound, scale, eps, None, out, kda=kda, kernels=True
+            operator, arguments, conv_bias, gate_activation, lower_bound, scale, eps, verify, out, kda=kda, kernels=True
         )
-        if out is None or x.shape[0]:
+        if read_ids.shape[0]:
             raise
-    return out
+        target = torch.zeros_like(z, memory_format=torch.contiguous_format) if out is None else out.zero_()
+    return target
 
 
 @tables.memoised
-def decode_function(
+def layer_function(
     kda: bool,
     lower_bound: float | None,
     scale: float | None,
@@ -234,139 +244,29 @@ def decode_function(
     gate_activation: GateActivation,
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
     sizes: tuple[int, int, int, int, int, int],
+    drafts: tuple[int, int, int, int, int | None] | None,
 ) -> tuple[CompiledKernel, int]:
     """The loaded function and the flags that these arguments decide. ValueError or KeyError where no kernel serves them.
 
-    dtypes: of state, conv_weight and norm_weight. sizes: rows, channels of x, values of z, value heads, lengths of dt_bias and
-    norm_weight.
+    dtypes: of state, conv_weight and norm_weight. sizes: tokens, channels of x, values of z, value heads, lengths of dt_bias
+    and norm_weight. drafts: of a verify step the rows, the length of cu_seqlens, the log's rows, key heads and length of its map.
     """
-    rows, channels, values, hv, bias, norm = sizes
+    tokens, channels, values, hv, bias, norm = sizes
     hk, rest = divmod(channels - hv * HEAD_DIM, 2 * HEAD_DIM)
     fits = hk > 0 and not rest and hv % hk == 0 and values == hv * HEAD_DIM and norm == HEAD_DIM
     fits &= bias == (hv * HEAD_DIM if kda else hv) and is_finite(eps) and eps >= 0.0
-    if not fits or gate_activation not in ("silu", "sigmoid"):
+    rows, mapped = tokens, None
+    if drafts is not None:
+        rows, bounds, log_rows, log_hk, mapped = drafts
+        fits &= bounds == rows + 1 and log_hk == hk and (rows <= log_rows if mapped is None else rows == mapped)
+    if not fits or rows == 0 or gate_activation not in ("silu", "sigmoid"):
         raise ValueError
     check_gate(lower_bound, scale)
     flags = configs.SILU_GATE if gate_activation == "silu" else 0
     flags |= configs.NORM_BF16 if dtypes[2] == torch.bfloat16 else 0
-    names = (STATE_NAMES[dtypes[0]], STATE_NAMES[dtypes[1]])
-    return layer_decode(configs.choose(kind_of(kda, lower_bound), *names, rows * hv)), flags
-
-
-_checked: set[tuple[object, ...]] = set()  # signatures of verify steps
-
-
-def launch_verify(
-    operator: str,
-    arguments: Arguments,
-    conv_bias: torch.Tensor | None,
-    gate_activation: GateActivation,
-    eps: float,
-    scale: float | None,
-    verify: Verify,
-    out: torch.Tensor | None,
-    kda: bool,
-    lower_bound: float | None,
-    settled: bool,
-) -> torch.Tensor:
-    """Check and run a verify step on the current stream.
-
-    Shapes that passed the full check once are recognised by a signature; what it leaves out the loaded function checks by itself.
-    """
-    x, gate, b, z, conv_weight, conv_state, A_log, dt_bias, norm_weight, state, read_ids, write_ids, positions = (
-        arguments
-    )
-    cu_seqlens, log, num_accepted = verify
-    try:
-        signature = (
-            x.shape,
-            x.stride(),
-            gate.stride(),
-            z.shape,
-            z.stride(),
-            state.shape,
-            state.stride(),
-            conv_state.stride(),
-            norm_weight.shape,
-            dt_bias.shape,
-            None if conv_bias is None else (conv_bias.shape, conv_bias.stride()),
-            gate_activation,
-            lower_bound,
-            scale,
-            eps,
-            log.k.shape,
-            None if log.x is None else log.x.shape,
-            None if log.rows is None else log.rows.shape,
-            read_ids.shape,
-            cu_seqlens.shape,
-        )
-        address = x.data_ptr() | z.data_ptr() | state.data_ptr() | conv_state.data_ptr() | conv_weight.data_ptr()
-        if kda:
-            address |= gate.data_ptr()
-        if out is not None:
-            address |= out.data_ptr()
-        if signature not in _checked or address % 16:
-            check_arguments(
-                operator,
-                arguments,
-                conv_bias,
-                gate_activation,
-                lower_bound,
-                scale,
-                eps,
-                verify,
-                out,
-                kda=kda,
-                kernels=True,
-            )
-            _checked.add(signature)
-        if out is None:
-            out = torch.empty(z.shape, dtype=z.dtype, device=z.device)
-        if read_ids.shape[0] == 0:
-            return out.zero_()
-        flags = configs.SETTLED if settled else 0
-        flags |= configs.SILU_GATE if gate_activation == "silu" else 0
-        flags |= configs.CONV_BIAS if conv_bias is not None else 0
-        flags |= configs.MAPPED if log.rows is not None else 0
-        if norm_weight.dtype == torch.bfloat16:
-            flags |= configs.NORM_BF16
-            norm_weight = norm_weight.view(torch.float32)  # words of two; the kernel reads them by the flag
-        weight = STATE_NAMES.get(conv_weight.dtype, "float32")
-        key = configs.choose_verify_layer(kind_of(kda, lower_bound), STATE_NAMES.get(state.dtype, "float32"), weight)
-        layer_verify[configs.verify_file(key)](key)(
-            x,
-            gate,
-            b,
-            z,
-            conv_weight,
-            conv_weight if conv_bias is None else conv_bias.unsqueeze(1),
-            conv_state,
-            A_log,
-            dt_bias if dt_bias.dim() == 1 else dt_bias.view(-1),
-            norm_weight,
-            state,
-            read_ids,
-            write_ids,
-            positions,
-            cu_seqlens,
-            log.k,
-            log.u,
-            log.g,
-            log.x,
-            log.half,
-            log.half if log.rows is None else log.rows,
-            num_accepted,
-            out,
-            flags,
-            state.shape[3] ** -0.5 if scale is None else scale,
-            0.0 if lower_bound is None else lower_bound,
-            eps,
-        )
-    except CompactStateError:
-        raise
-    except REFUSALS:
-        check_arguments(
-            operator, arguments, conv_bias, gate_activation, lower_bound, scale, eps, verify, out, kda=kda, kernels=True
-        )
-        raise
-    return out
+    flags |= configs.MAPPED if mapped is not None else 0
+    kind, state, weight = kind_of(kda, lower_bound), STATE_NAMES[dtypes[0]], STATE_NAMES[dtypes[1]]
+    if drafts is None:
+        return layer_decode(configs.choose(kind, state, weight, rows * hv)), flags
+    key = configs.choose_verify_layer(kind, state, weight)
+    return layer_verify[configs.verify_file(key)](key), flags

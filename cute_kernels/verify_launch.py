@@ -51,7 +51,7 @@ def launch_verify(
     Raises one of `REFUSALS` where the loaded function or `verify_function` refuses the arguments, before any launch.
     """
     (_, hk, width), hv, log, rows = q.shape, v.shape[1], draft_log, draft_log.rows
-    bias = dt_bias if dt_bias.dim() == 1 else dt_bias.view(-1)
+    bias = dt_bias.view(-1) if kind != "gdn" and dt_bias.dim() == 2 else dt_bias
     sizes = (read_ids.numel(), cu_seqlens.numel(), log.half.numel(), hk, hv, bias.numel())
     mapped = None if rows is None else rows.numel()
     verify_function(kind, lower_bound, scale, state.dtype, round_every_token, sizes, mapped, key)(
@@ -123,40 +123,59 @@ def launch_commit(
     lower_bound: float | None = None,
     key: configs.VerifyKey | None = None,
 ) -> None:
-    """Fold the accepted drafts of each row into its write slot. A_log and dt_bias are KDA's; GDN passes None."""
-    if read_ids.shape[0] == 0:
-        return
-    if key is None:
-        key = configs.choose_commit(kind, STATE_NAMES[state.dtype])
-    rows = draft_log.rows
-    if kind == "gdn":
-        A_log = dt_bias = None
-    verify_kernels[configs.kernel_file(key)](key)(
+    """Fold the accepted drafts of each row into its write slot. A_log and dt_bias are KDA's; GDN passes None.
+
+    Raises as `launch_verify`.
+    """
+    log, rows, hv = draft_log, draft_log.rows, state.shape[1]
+    bias = dt_bias.view(-1) if dt_bias is not None and dt_bias.dim() == 2 else dt_bias
+    sizes = (read_ids.numel(), log.half.numel(), hv * HEAD_DIM if bias is None else bias.numel())
+    mapped = None if rows is None else rows.numel()
+    commit_function(kind, lower_bound, state.dtype, hv, sizes, mapped, key)(
         None,
         None,
         None,
         None,
         None,
         A_log,
-        dt_bias if dt_bias is None or dt_bias.dim() == 1 else dt_bias.view(-1),
+        bias,
         state,
         read_ids,
         write_ids,
         None,
-        draft_log.k,
-        draft_log.u,
-        draft_log.g,
-        draft_log.half,
-        draft_log.half if rows is None else rows,
+        log.k,
+        log.u,
+        log.g,
+        log.half,
+        log.half if rows is None else rows,
         num_accepted,
         None,
-        int(rows is not None),
-        int(qk_l2norm),
-        int(round_every_token),
+        rows is not None,
+        qk_l2norm,
+        round_every_token,
         0,
         1.0,
-        0.0 if lower_bound is None else lower_bound,
+        lower_bound or 0.0,
     )
+
+
+@tables.memoised
+def commit_function(
+    kind: Kind,
+    lower_bound: float | None,
+    dtype: torch.dtype,
+    hv: int,
+    sizes: tuple[int, int, int],
+    mapped: int | None,
+    key: configs.VerifyKey | None,
+) -> CompiledKernel:
+    """The loaded function for these sizes: rows, log rows, length of KDA's dt_bias. Raises as `verify_function`."""
+    rows, log_rows, bias = sizes
+    if rows == 0 or bias != hv * HEAD_DIM or not (rows <= log_rows if mapped is None else rows == mapped):
+        raise ValueError
+    check_gate(lower_bound, None)
+    key = key or configs.choose_commit(kind, STATE_NAMES[dtype])
+    return verify_kernels[configs.kernel_file(key)](key)
 
 
 def launch_recurrent_prefill(

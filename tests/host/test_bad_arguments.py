@@ -5,7 +5,6 @@ The operators run on the references of a CPU, again as if kernels were there, wh
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import inspect
 import math
@@ -69,7 +68,7 @@ def mode(request, monkeypatch):
     monkeypatch.setattr(validation, "uses_kernels", uses_kernels)
     for module, names in {
         delta_rule: ("decode_function",),
-        layer_launch: ("decode_function",),
+        layer_launch: ("layer_function",),
         prefill_launch: ("launch_prefill",),
         verify_launch: ("launch_verify", "launch_commit"),
     }.items():
@@ -79,7 +78,6 @@ def mode(request, monkeypatch):
         (conv_launch, "_prefill"), (conv_launch, "_decode"), (conv_launch, "_verify"), (state_ids, "_advance")
     ):  # fmt: skip
         monkeypatch.setattr(module, name, lambda key: launch)
-    monkeypatch.setattr(layer_launch, "layer_verify", collections.defaultdict(lambda: lambda key: launch))
     return "kernels"
 
 

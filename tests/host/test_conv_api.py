@@ -85,14 +85,13 @@ def test_auto_runs_the_reference_here(operator):
     assert torch.equal(ours["conv_state"], theirs["conv_state"])
 
 
-def refuse_by_itself(request, kernels):
-    """Decode leaves most checks to the loaded function, which refuses what is wrong before it launches."""
-    if kernels:
+def refuse_by_itself(request, operator):
+    """Most checks are left to the loaded function, which refuses what is wrong before it launches."""
 
-        def launch_decode(*given, **options):
-            raise TypeError("the loaded function's own words")
+    def launch(*given, **options):
+        raise TypeError("the loaded function's own words")
 
-        request.getfixturevalue("monkeypatch").setattr(conv_launch, "launch_decode", launch_decode)
+    request.getfixturevalue("monkeypatch").setattr(conv_launch, f"launch_{operator}", launch)
 
 
 UNSERVED = [
@@ -117,7 +116,7 @@ UNSERVED = [
 @pytest.mark.parametrize("operator", ["prefill", "decode"])
 @pytest.mark.parametrize(("change", "match"), UNSERVED)
 def test_what_only_references_serve_is_named(operator, change, match, on_kernels, request):
-    refuse_by_itself(request, True)
+    refuse_by_itself(request, operator)
     refused(operator, {**arguments(operator), **change}, UnsupportedConfigError, match)
     assert not on_kernels
 

@@ -65,9 +65,9 @@ def asked(monkeypatch):
                     if file := kernel_file_of(item):
                         monkeypatch.setitem(value, entry, recorder.lookup(file))
     # What is loaded is remembered by sizes; here nothing is loaded, and tensors of no device stand for those of device 0.
-    decode, layer = delta_rule.decode_function.__wrapped__, layer_launch.decode_function.__wrapped__
+    decode, layer = delta_rule.decode_function.__wrapped__, layer_launch.layer_function.__wrapped__
     monkeypatch.setattr(delta_rule, "decode_function", lambda backend, device, *sizes: decode(backend, 0, *sizes))
-    monkeypatch.setattr(layer_launch, "decode_function", layer)
+    monkeypatch.setattr(layer_launch, "layer_function", layer)
     before = cache.compile_count
     yield recorder
     assert cache.compile_count == before

@@ -1,4 +1,4 @@
-"""Calls with a signature that has passed are not checked again; any other signature is, whatever passed before."""
+"""Prefill calls with a signature that has passed are not checked again; any other signature is, whatever passed before."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def call(kind, operator, **changed):
     return getattr(module, f"{kind}_{operator}")(**given | changed)
 
 
-CASES = [(kind, operator) for kind in ("gdn", "kda") for operator in ("prefill", "verify")]
+CASES = [("gdn", "prefill"), ("kda", "prefill")]
 
 
 @pytest.mark.parametrize(("kind", "operator"), CASES)
