@@ -191,10 +191,8 @@ def decode(
     check's named error.
     """
     try:
-        (rows, hk, width), hv = q.shape, v.shape[1]
-        bias = dt_bias.view(-1) if kda and dt_bias.dim() == 2 else dt_bias
-        function = decode_function(
-            backend, q.get_device(), kda, lower_bound, scale, state.dtype, rows, hk, hv, bias.numel()
+        function, factor = decode_function(
+            backend, q.get_device(), kda, lower_bound, scale, state.dtype, q.shape, v.shape, dt_bias.shape
         )
         if out is None:
             out = torch.empty_like(v)
@@ -205,14 +203,14 @@ def decode(
             gate,
             b,
             A_log,
-            bias,
+            dt_bias.view(-1) if kda and dt_bias.dim() == 2 else dt_bias,
             state,
             read_ids,
             write_ids,
             out,
             qk_l2norm,
             settled,
-            width**-0.5 if scale is None else scale,
+            factor,
             lower_bound or 0.0,
         )
     except REFUSALS:
@@ -343,20 +341,20 @@ def decode_function(
     lower_bound: float | None,
     scale: float | None,
     dtype: torch.dtype,
-    rows: int,
-    hk: int,
-    hv: int,
-    bias: int,
-) -> CompiledKernel:
-    """The loaded function for these sizes, on CUDA device number `device` (-1: none); `bias` is the length of dt_bias.
+    q: torch.Size,
+    v: torch.Size,
+    dt_bias: torch.Size,
+) -> tuple[CompiledKernel, float]:
+    """The loaded function for these shapes and the scale, on CUDA device number `device` (-1: none).
 
     Raises ValueError or KeyError where there is nothing to launch: the reference is to run, there are no rows, or the sizes
     contradict each other.
     """
     if device < 0 or not uses_kernels(backend, torch.device("cuda", device)):
         raise ValueError
-    sound = hv % hk == 0 and bias == (hv * HEAD_DIM if kda else hv)
-    if rows == 0 or not sound:
+    (rows, hk, width), hv = q, v[1]
+    if rows == 0 or hv % hk or dt_bias.numel() != (hv * HEAD_DIM if kda else hv):
         raise ValueError
     check_gate(lower_bound, scale)
-    return recurrent_decode(recurrent.choose(kind_of(kda, lower_bound), STATE_NAMES[dtype], rows * hv))
+    function = recurrent_decode(recurrent.choose(kind_of(kda, lower_bound), STATE_NAMES[dtype], rows * hv))
+    return function, width**-0.5 if scale is None else scale

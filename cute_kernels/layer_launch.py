@@ -33,6 +33,7 @@ from .validation import (
     check_tensor,
     is_finite,
 )
+from .verify_launch import Lengths
 
 layer_decode = jit_cache("layer_decode")
 layer_verify = {file: jit_cache(file) for file in ("layer_verify", "wy_layer_verify")}
@@ -180,23 +181,26 @@ def launch(
     )
     target = out
     try:
-        tokens, channels = x.shape
-        _, hv, _, width = state.shape
-        bias = dt_bias.view(-1) if kda and dt_bias.dim() == 2 else dt_bias
-        sizes = (tokens, channels, z.shape[1], hv, bias.numel(), norm_weight.numel())
+        shapes = (x.shape, z.shape, state.shape, dt_bias.shape, norm_weight.shape)
         dtypes = (state.dtype, conv_weight.dtype, norm_weight.dtype)
-        drafts, step = None, ()
+        drafts: tuple[Lengths, torch.Size] | None = None
+        step: tuple[Any, ...] = ()
         if verify is not None:
             cu_seqlens, log, num_accepted = verify
             log_rows, half = log.rows, log.half
-            mapped = None if log_rows is None else log_rows.numel()
-            drafts = (read_ids.numel(), cu_seqlens.numel(), half.numel(), log.k.shape[3], mapped)
+            lengths = (
+                read_ids.numel(),
+                cu_seqlens.numel(),
+                half.numel(),
+                None if log_rows is None else log_rows.numel(),
+            )
+            drafts = (lengths, log.k.shape)
             rows = half if log_rows is None else log_rows
             step = (cu_seqlens, log.k, log.u, log.g, log.x, half, rows, num_accepted)
-        function, flags = layer_function(kda, lower_bound, scale, eps, gate_activation, dtypes, sizes, drafts)
+        function, flags, factor = layer_function(kda, lower_bound, scale, eps, gate_activation, dtypes, shapes, drafts)
         rest = conv_weight
         if conv_bias is not None:
-            if conv_bias.numel() != channels or not conv_bias.is_contiguous():
+            if conv_bias.shape != conv_weight.shape[:1] or not conv_bias.is_contiguous():
                 raise ValueError
             flags, rest = flags | configs.CONV_BIAS, conv_bias.unsqueeze(1)
         if flags & configs.NORM_BF16:
@@ -212,7 +216,7 @@ def launch(
             rest,
             conv_state,
             A_log,
-            bias,
+            dt_bias.view(-1) if kda and dt_bias.dim() == 2 else dt_bias,
             norm_weight,
             state,
             read_ids,
@@ -221,7 +225,7 @@ def launch(
             *step,
             target,
             flags | configs.SETTLED if settled else flags,
-            width**-0.5 if scale is None else scale,
+            factor,
             lower_bound or 0.0,
             eps,
         )
@@ -243,30 +247,31 @@ def layer_function(
     eps: float,
     gate_activation: GateActivation,
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
-    sizes: tuple[int, int, int, int, int, int],
-    drafts: tuple[int, int, int, int, int | None] | None,
-) -> tuple[CompiledKernel, int]:
-    """The loaded function and the flags that these arguments decide. ValueError or KeyError where no kernel serves them.
+    shapes: tuple[torch.Size, torch.Size, torch.Size, torch.Size, torch.Size],
+    drafts: tuple[Lengths, torch.Size] | None,
+) -> tuple[CompiledKernel, int, float]:
+    """The loaded function, the flags and the scale that these arguments decide. ValueError or KeyError where no kernel fits.
 
-    dtypes: of state, conv_weight and norm_weight. sizes: tokens, channels of x, values of z, value heads, lengths of dt_bias
-    and norm_weight. drafts: of a verify step the rows, the length of cu_seqlens, the log's rows, key heads and length of its map.
+    dtypes: of state, conv_weight and norm_weight. shapes: of x, z, state, dt_bias and norm_weight. drafts: of a verify step its
+    lengths and the shape of the log's keys.
     """
-    tokens, channels, values, hv, bias, norm = sizes
+    (tokens, channels), (_, values), (_, hv, _, width), bias, norm = shapes
     hk, rest = divmod(channels - hv * HEAD_DIM, 2 * HEAD_DIM)
-    fits = hk > 0 and not rest and hv % hk == 0 and values == hv * HEAD_DIM and norm == HEAD_DIM
-    fits &= bias == (hv * HEAD_DIM if kda else hv) and is_finite(eps) and eps >= 0.0
+    fits = hk > 0 and not rest and hv % hk == 0 and values == hv * HEAD_DIM and norm == (HEAD_DIM,)
+    fits &= bias.numel() == (hv * HEAD_DIM if kda else hv) and is_finite(eps) and eps >= 0.0
     rows, mapped = tokens, None
     if drafts is not None:
-        rows, bounds, log_rows, log_hk, mapped = drafts
-        fits &= bounds == rows + 1 and log_hk == hk and (rows <= log_rows if mapped is None else rows == mapped)
+        (rows, bounds, log_rows, mapped), keys = drafts
+        fits &= bounds == rows + 1 and keys[3] == hk and (rows <= log_rows if mapped is None else rows == mapped)
     if not fits or rows == 0 or gate_activation not in ("silu", "sigmoid"):
         raise ValueError
     check_gate(lower_bound, scale)
     flags = configs.SILU_GATE if gate_activation == "silu" else 0
     flags |= configs.NORM_BF16 if dtypes[2] == torch.bfloat16 else 0
     flags |= configs.MAPPED if mapped is not None else 0
+    factor = width**-0.5 if scale is None else scale
     kind, state, weight = kind_of(kda, lower_bound), STATE_NAMES[dtypes[0]], STATE_NAMES[dtypes[1]]
     if drafts is None:
-        return layer_decode(configs.choose(kind, state, weight, rows * hv)), flags
+        return layer_decode(configs.choose(kind, state, weight, rows * hv)), flags, factor
     key = configs.choose_verify_layer(kind, state, weight)
-    return layer_verify[configs.verify_file(key)](key), flags
+    return layer_verify[configs.verify_file(key)](key), flags, factor

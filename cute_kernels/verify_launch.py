@@ -17,6 +17,8 @@ recurrent_prefill = jit_cache("recurrent_prefill")
 
 NO_LIMIT = 2**31 - 1
 STATE_NAMES: dict[torch.dtype, StateDtype] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+#: Rows, length of cu_seqlens, log rows, and length of the log's map where it has one.
+Lengths = tuple[int, int, int, int | None]
 
 
 def launch_verify(
@@ -50,18 +52,18 @@ def launch_verify(
     overrides the chosen specialisation. More than `MAX_TOKENS` tokens in one row are cut off: the lengths are on the device.
     Raises one of `REFUSALS` where the loaded function or `verify_function` refuses the arguments, before any launch.
     """
-    (_, hk, width), hv, log, rows = q.shape, v.shape[1], draft_log, draft_log.rows
-    bias = dt_bias.view(-1) if kind != "gdn" and dt_bias.dim() == 2 else dt_bias
-    sizes = (read_ids.numel(), cu_seqlens.numel(), log.half.numel(), hk, hv, bias.numel())
-    mapped = None if rows is None else rows.numel()
-    verify_function(kind, lower_bound, scale, state.dtype, round_every_token, sizes, mapped, key)(
+    log, rows = draft_log, draft_log.rows
+    lengths = (read_ids.numel(), cu_seqlens.numel(), log.half.numel(), None if rows is None else rows.numel())
+    shapes = (q.shape, v.shape, dt_bias.shape)
+    function, factor = verify_function(kind, lower_bound, scale, state.dtype, round_every_token, shapes, lengths, key)
+    function(
         q,
         k,
         v,
         gate,
         b,
         A_log,
-        bias,
+        dt_bias.view(-1) if kind != "gdn" and dt_bias.dim() == 2 else dt_bias,
         state,
         read_ids,
         write_ids,
@@ -77,7 +79,7 @@ def launch_verify(
         qk_l2norm,
         round_every_token,
         settled,
-        width**-0.5 if scale is None else scale,
+        factor,
         lower_bound or 0.0,
     )
 
@@ -89,23 +91,23 @@ def verify_function(
     scale: float | None,
     dtype: torch.dtype,
     round_tokens: bool,
-    sizes: tuple[int, int, int, int, int, int],
-    mapped: int | None,
+    shapes: tuple[torch.Size, torch.Size, torch.Size],
+    lengths: Lengths,
     key: configs.VerifyKey | None,
-) -> CompiledKernel:
-    """The loaded function for these sizes: rows, length of cu_seqlens, log rows, key and value heads, length of dt_bias.
+) -> tuple[CompiledKernel, float]:
+    """The loaded function for these shapes of q, v and dt_bias, and the scale.
 
-    mapped: length of the log's `rows`. Raises ValueError or KeyError where there are no rows or the sizes contradict each other.
+    Raises ValueError or KeyError where there are no rows or the sizes contradict each other.
     """
-    rows, bounds, log_rows, hk, hv, bias = sizes
+    (_, hk, width), hv, bias = shapes[0], shapes[1][1], shapes[2].numel()
+    rows, bounds, log_rows, mapped = lengths
     sound = hv % hk == 0 and bias == (hv if kind == "gdn" else hv * HEAD_DIM) and bounds == rows + 1
-    sound &= rows <= log_rows if mapped is None else mapped == rows
-    if rows == 0 or not sound:
+    if rows == 0 or not sound or not (rows <= log_rows if mapped is None else rows == mapped):
         raise ValueError
     check_gate(lower_bound, scale)
     if key is None:
         key = configs.choose_verify(kind, STATE_NAMES[dtype], rows * hv, round_tokens=round_tokens)
-    return verify_kernels[configs.kernel_file(key)](key)
+    return verify_kernels[configs.kernel_file(key)](key), width**-0.5 if scale is None else scale
 
 
 def launch_commit(
