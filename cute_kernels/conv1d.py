@@ -16,6 +16,7 @@ import torch
 from . import conv_launch, reference
 from .checkpoints import Checkpoints
 from .configs.conv1d import WIDTHS
+from .conv_launch import ACTIVATIONS
 from .draft_log import DraftLog
 from .errors import InvalidArgumentError, UnsupportedConfigError
 from .opaque import operator
@@ -37,7 +38,6 @@ from .validation import (
 )
 
 Activation = Literal["silu"] | None
-ACTIVATIONS = ("silu", None)
 CHANNEL_VECTOR = 8  # channels a thread; C is a multiple of it
 
 
@@ -148,8 +148,6 @@ def causal_conv1d_prefill(
             raise ValueError
         if out is None:
             target = torch.empty_like(x, memory_format=torch.contiguous_format)
-        if not _fits(weight, bias, activation) or cu_seqlens.numel() != read_ids.numel() + 1:
-            raise ValueError
         conv_launch.launch_prefill(*arguments, cu_seqlens, bias, activation, checkpoints, target)
     except REFUSALS:
         name = "causal_conv1d_prefill"
@@ -223,20 +221,12 @@ def _decode(
     try:
         if out is None:
             target = torch.empty_like(x, memory_format=torch.contiguous_format)
-        if not _fits(weight, bias, activation) or x.shape[0] == 0:
-            raise ValueError
         conv_launch.launch_decode(*arguments, bias, activation, target, settled=settled)
     except REFUSALS:
         _check("causal_conv1d_decode", *arguments, bias, activation, out, kernels=True)
         if x.shape[0] != 0:
             raise
     return target
-
-
-def _fits(weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> bool:
-    """What no loaded function sees: the activation, the length of the bias, and that no kernel is of such a width."""
-    known = weight.shape[1] in WIDTHS and activation in ACTIVATIONS
-    return known and (bias is None or bias.shape == weight.shape[:1])
 
 
 @operator("conv_state", "draft_log.x")
@@ -277,9 +267,6 @@ def causal_conv1d_verify(
             raise ValueError
         if out is None:
             target = torch.empty_like(x, memory_format=torch.contiguous_format)
-        fits = _fits(weight, bias, activation) and conv_launch.fits_log(draft_log, read_ids)
-        if not fits or cu_seqlens.numel() != read_ids.numel() + 1:
-            raise ValueError
         conv_launch.launch_verify(*arguments, *step, bias, activation, target, settled=settled)
     except REFUSALS:
         name = "causal_conv1d_verify"
@@ -312,7 +299,7 @@ def causal_conv1d_commit(
     kernels = runs_kernels(backend, "conv_state", conv_state)
     arguments = (conv_state, read_ids, write_ids, positions, draft_log, num_accepted)
     try:
-        if not kernels or conv_state.shape[1] not in WIDTHS or not conv_launch.fits_log(draft_log, read_ids):
+        if not kernels:
             raise ValueError
         conv_launch.launch_commit(*arguments)
     except REFUSALS:

@@ -71,13 +71,11 @@ def mode(request, monkeypatch):
         layer_launch: ("layer_function",),
         prefill_launch: ("launch_prefill",),
         verify_launch: ("launch_verify", "launch_commit"),
+        conv_launch: ("decode_function", "prefill_function", "verify_function", "commit_function"),
     }.items():
         for name in names:
             monkeypatch.setattr(module, name, launch)
-    for module, name in (
-        (conv_launch, "_prefill"), (conv_launch, "_decode"), (conv_launch, "_verify"), (state_ids, "_advance")
-    ):  # fmt: skip
-        monkeypatch.setattr(module, name, lambda key: launch)
+    monkeypatch.setattr(state_ids, "_advance", lambda key: launch)
     return "kernels"
 
 

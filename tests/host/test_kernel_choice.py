@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from compact_state import cute_kernels
-from compact_state.cute_kernels import Checkpoints, DraftLog, delta_rule, layer_launch
+from compact_state.cute_kernels import Checkpoints, DraftLog, conv_launch, delta_rule, layer_launch, verify_launch
 from compact_state.cute_kernels.compile import cache
 from compact_state.cute_kernels.compile.manifest import manifest
 from compact_state.cute_kernels.configs import tables
@@ -64,10 +64,12 @@ def asked(monkeypatch):
                 for entry, item in value.items():
                     if file := kernel_file_of(item):
                         monkeypatch.setitem(value, entry, recorder.lookup(file))
-    # What is loaded is remembered by sizes; here nothing is loaded, and tensors of no device stand for those of device 0.
-    decode, layer = delta_rule.decode_function.__wrapped__, layer_launch.layer_function.__wrapped__
-    monkeypatch.setattr(delta_rule, "decode_function", lambda backend, device, *sizes: decode(backend, 0, *sizes))
-    monkeypatch.setattr(layer_launch, "layer_function", layer)
+    # What is loaded is remembered by shapes; here nothing is loaded, and tensors of no device stand for those of device 0.
+    for module in (conv_launch, layer_launch, verify_launch):
+        for name in [name for name in vars(module) if name.endswith("_function")]:
+            monkeypatch.setattr(module, name, getattr(module, name).__wrapped__)
+    decode = delta_rule.decode_function.__wrapped__
+    monkeypatch.setattr(delta_rule, "decode_function", lambda backend, device, *shapes: decode(backend, 0, *shapes))
     before = cache.compile_count
     yield recorder
     assert cache.compile_count == before
