@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import subprocess
+import sysconfig
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 LIBRARY = "compact_state_kernels.so"
 INDEX = "compact_state_kernels.json"
+CALLER = Path(__file__).with_name("caller.c")
 ENVIRONMENT = "COMPACT_STATE_KERNELS"
 
 
@@ -37,10 +39,12 @@ def describe() -> str:
 def link(objects: Iterable[Path], out: Path, index: dict[str, Any]) -> Path:
     """Link object files into `out/LIBRARY` beside its index {"symbols": {symbol: digest}, "code": {symbol: hash}, …}."""
     from cutlass.cute.runtime import find_runtime_libraries
+    from tvm_ffi.libinfo import find_dlpack_include_path, find_include_path
 
     out.mkdir(parents=True, exist_ok=True)
     runtime = [Path(path) for path in find_runtime_libraries(enable_tvm_ffi=True)]
-    command = ["cc", "-shared", "-fPIC", "-o", str(out / LIBRARY), *(str(path) for path in objects)]
+    command = ["cc", "-O2", "-shared", "-fPIC", "-o", str(out / LIBRARY), *(str(path) for path in objects), str(CALLER)]
+    command += [f"-I{path}" for path in (find_include_path(), find_dlpack_include_path())]
     command += [f"-L{path.parent}" for path in runtime] + ["-lcute_dsl_runtime", "-ltvm_ffi"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -95,7 +99,25 @@ def find(symbol: str, digest: str) -> Callable[..., None] | None:
     if index[symbol] != digest:
         logger.warning("prebuilt kernel %s was built from other sources; it is not used", symbol)
         return None
-    function: Callable[..., None] = module[symbol]
+    return direct(path / LIBRARY, symbol, module[symbol])
+
+
+def direct(library: Path, symbol: str, usual: Callable[..., None]) -> Callable[..., None]:
+    """The function `usual` of a library without its cost for each tensor (caller.c), or itself where that cannot be had."""
+    import torch
+
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return usual
+    try:
+        loaded = ctypes.PyDLL(str(library.resolve()))
+        make, kernel = loaded.compact_state_caller, loaded[f"__tvm_ffi_{symbol}"]
+        exchange = torch.Tensor.__dlpack_c_exchange_api__  # type: ignore[attr-defined]
+    except (AttributeError, OSError):
+        return usual
+    make.argtypes, make.restype = [ctypes.c_void_p, *[ctypes.py_object] * 4], ctypes.py_object
+    function: Callable[..., None] = make(
+        ctypes.cast(kernel, ctypes.c_void_p), exchange, torch.Tensor, torch.nn.Parameter, usual
+    )
     return function
 
 
