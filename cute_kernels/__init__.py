@@ -17,6 +17,7 @@ _EXPORTS = {
     "causal_conv1d_decode": "conv1d",
     "causal_conv1d_prefill": "conv1d",
     "causal_conv1d_verify": "conv1d",
+    "gated_rms_norm": "gated_norm",
     "gdn_commit": "gdn",
     "gdn_decode": "gdn",
     "gdn_layer_decode": "layer",

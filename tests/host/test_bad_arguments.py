@@ -18,6 +18,7 @@ from compact_state.cute_kernels import (
     DraftLog,
     conv_launch,
     delta_rule,
+    gated_norm,
     layer_launch,
     prefill_launch,
     state_ids,
@@ -37,7 +38,22 @@ POOLS = ("state", "conv_state")
 #: Vectors of any stride: the references read them element by element.
 VECTORS = ("A_log", "dt_bias", "bias", "conv_bias", "norm_weight")
 #: What kernels load in vectors of 16 bytes.
-ALIGNED = ("q", "k", "v", "g", "x", "z", "out", "dt_bias", "weight", "bias", "conv_weight", "conv_bias", "norm_weight")
+ALIGNED = (
+    "o",
+    "q",
+    "k",
+    "v",
+    "g",
+    "x",
+    "z",
+    "out",
+    "dt_bias",
+    "weight",
+    "bias",
+    "conv_weight",
+    "conv_bias",
+    "norm_weight",
+)
 
 
 #: Of those, what some kernels take element by element.
@@ -76,6 +92,7 @@ def mode(request, monkeypatch):
         for name in names:
             monkeypatch.setattr(module, name, launch)
     monkeypatch.setattr(state_ids, "_advance", lambda key: launch)
+    monkeypatch.setattr(gated_norm, "_norm", lambda key: launch)
     return "kernels"
 
 
@@ -114,6 +131,8 @@ def arguments(call, mode):
         "draft_log": log, "activation": "silu", "gate_activation": "silu", "lower_bound": -5.0, "scale": 0.5,
         "eps": 1e-5, "out": torch.zeros(out, dtype=dtype), "backend": "auto",
     }  # fmt: skip
+    if name == "gated_rms_norm":
+        values |= {"o": normal(T, V), "z": normal(T, V), "weight": normal(V), "out": torch.zeros(T, V, dtype=dtype)}
     parameters = inspect.signature(getattr(cute_kernels, name)).parameters
     given = {n: v for n, v in values.items() if n in parameters and (drafts or not layer or n not in VERIFY)}
     return {n: on_gpu(value) for n, value in given.items()} if mode == "gpu" else given
