@@ -39,7 +39,7 @@ TARGETS = {
     f"{_ENGINE}.strategies.ar_spec.step_inputs": "ids",
     f"{_ENGINE}.strategies.ar_spec.sequence": "drafts",
     f"{_ENGINE}.models.utils.cudagraph": "ids",
-    f"{_ENGINE}.models.qwen3_5": "ops",
+    f"{_ENGINE}.models.qwen3_5": "layer",
     f"{_ENGINE}.backends.cuda.op_backend": "ops",
     f"{_ENGINE}.nn.gated_delta": "ops",
     f"{_ENGINE}.configurations.qwen3_next": "ops",

@@ -54,6 +54,14 @@ def layout_of(shapes: Shapes) -> StateLayout:
     )
 
 
+class LayerViews(tuple[torch.Tensor, ...]):
+    """The layers' parts of one kind of state, `[slots, ...]` each, cut once: every forward asks for all of them."""
+
+    def transpose(self, dim0: int, dim1: int) -> LayerViews:
+        """What the model calls on a tensor `[slots, layers, ...]` before it takes one layer after another."""
+        return self
+
+
 def slot_views(pool: torch.Tensor, layout: StateLayout) -> tuple[torch.Tensor, torch.Tensor]:
     """Views of `pool [slots, slot_bytes] uint8`: conv windows `[slots, L, W, C]`, states `[slots, L, HV, V, K]`."""
     layer = layout.layers[0]
@@ -133,14 +141,18 @@ def patch_engine_cache_engine_state(module: ModuleType) -> None:
             views = slot_views(self.pool, self.layout)
             self.allocation = CacheAllocation(pools=(CachePool(self.pool, entry_axis=0),), tensor_views=views)
             self._cache_tensors = list(views)
+            self._layers = [LayerViews(view.unbind(1)) for view in views]
             self._slot_tensors = ((self.pool, 0),)
             self._named_state_caches = {"conv": views[0], "recurrent": views[1]}
             drafts = drafts_of(cache_config.states_shapes)
             logs = allocate_logs(self.layout, cache_config.max_batches if drafts else 0, drafts, self.pool.device)
             # A layer's operators find its log by the address of their part of the layer.
-            self.draft_logs = {
-                view.transpose(0, 1)[layer].data_ptr(): log for layer, log in enumerate(logs) for view in views
-            }
+            self.draft_logs = {view.data_ptr(): log for layers in self._layers for view, log in zip(layers, logs)}
+
+        @property
+        def state_caches(self) -> list[LayerViews]:
+            """What the model takes its layers' windows and states from."""
+            return self._layers
 
         def commit(self, plan: torch.Tensor) -> None:
             """Fold accepted drafts into slots in place, in every layer.
@@ -149,7 +161,7 @@ def patch_engine_cache_engine_state(module: ModuleType) -> None:
             """
             slots, positions, accepted, rows, half = plan.contiguous().unbind(0)
             backend: Any = envs.backend()
-            for windows, states in zip(*(view.transpose(0, 1) for view in self._cache_tensors)):
+            for windows, states in zip(*self._layers):
                 log = self.draft_logs[windows.data_ptr()]
                 log = dataclasses.replace(log, rows=rows, half=halves(half, rows, log.batch))
                 ids = (slots, slots)

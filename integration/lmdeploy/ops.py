@@ -1,7 +1,7 @@
 """The operators behind lmdeploy's `CudaOpsBackend.build_op`: states by id, gates and norms inside, no gather or scatter.
 
 The three implementations are what `nn.gated_delta` calls for Qwen3.5: step metadata once per forward, causal conv and
-gated delta rule once per layer. They need neither tilelang nor Dao's conv, and fla only for the gated norm if it is there.
+gated delta rule once per layer. With the gated norm behind them, neither tilelang nor fla nor Dao's conv is needed.
 """
 
 from __future__ import annotations
@@ -17,11 +17,9 @@ import torch
 from ... import cute_kernels
 from ...cute_kernels.checkpoints import Checkpoints
 from ...cute_kernels.draft_log import DraftLog
+from ...cute_kernels.validation import HEAD_DIM
 from .. import envs
 from . import cache
-
-# Key and value head size and conv width that a fused decode step is built for.
-FUSED_SIZES = (128, 128, 4)
 
 
 @dataclass
@@ -90,7 +88,7 @@ def _from_context(name: str) -> Any:
     return getattr(get_step_ctx_manager().current_context(), name, None)
 
 
-def _in_piecewise_graph() -> bool:
+def in_piecewise_graph() -> bool:
     from lmdeploy.pytorch.backends.cuda.graph_runner.piecewise import get_piecewise_graph_execution
 
     return get_piecewise_graph_execution() is not None
@@ -259,7 +257,7 @@ class CompactRuleImpl(_Piecewise):
 
 
 class GatedRMSNorm(torch.nn.Module):
-    """`x / rms(x) * weight * act(gate)` over the last dimension, in fp32, rounded once; where fla is not installed."""
+    """`x / rms(x) * weight * act(gate)` over the last dimension: the module that lmdeploy takes from fla."""
 
     def __init__(
         self,
@@ -271,14 +269,15 @@ class GatedRMSNorm(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.eps = eps
-        self.act = torch.sigmoid if activation == "sigmoid" else torch.nn.functional.silu
+        self.activation = "sigmoid" if activation == "sigmoid" else "silu"
         self.weight = torch.nn.Parameter(torch.empty(hidden_size, dtype=dtype, device=device))
+        self._backend: Any = envs.backend() if hidden_size == HEAD_DIM else "reference"
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """`x`, `gate` `[rows, hidden]`."""
-        wide = x.float()
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (normed * self.weight.float() * self.act(gate.float())).to(x.dtype)
+        options: dict[str, Any] = {"gate_activation": self.activation, "eps": self.eps, "backend": self._backend}
+        result: torch.Tensor = cute_kernels.gated_rms_norm(x, gate, self.weight.detach(), **options)
+        return result
 
 
 def patch_backends_cuda_op_backend(module: ModuleType) -> None:
@@ -302,17 +301,8 @@ def patch_backends_cuda_op_backend(module: ModuleType) -> None:
 
 
 def patch_nn_gated_delta(module: ModuleType) -> None:
-    """The gated norm does not need fla."""
-    build = module.build_rmsnorm_gated
-
-    @functools.wraps(build)
-    def build_rmsnorm_gated(hidden_size: int, eps: float = 1e-6, **kwargs: Any) -> Any:
-        try:
-            return build(hidden_size, eps, **kwargs)
-        except ImportError:
-            return GatedRMSNorm(hidden_size, eps, **kwargs)
-
-    module.build_rmsnorm_gated = build_rmsnorm_gated  # type: ignore[attr-defined]
+    """The gated norm is ours: fla is not needed, and takes longer to launch its kernel than the kernel runs."""
+    module.build_rmsnorm_gated = GatedRMSNorm  # type: ignore[attr-defined]
 
 
 def patch_configurations_qwen3_next(module: ModuleType) -> None:
@@ -322,55 +312,3 @@ def patch_configurations_qwen3_next(module: ModuleType) -> None:
         return None
 
     module._check_env_qwen3_next = check_nothing  # type: ignore[attr-defined]
-
-
-def _layer_decode(layer: Any, hidden_states: torch.Tensor, caches: Any, meta: CompactMeta) -> torch.Tensor:
-    """A decode step of one Qwen3.5 linear layer: three projections, one launch, one projection."""
-    x = layer.in_proj_qkv(hidden_states)[0]
-    z = layer.in_proj_z(hidden_states)[0]
-    b, a = layer.fix_ba_ordering(layer.in_proj_ba(hidden_states)[0])
-    out: torch.Tensor = cute_kernels.gdn_layer_decode(
-        x,
-        a,
-        b,
-        z,
-        layer.conv1d.weight.detach().flatten(1),
-        caches[0],
-        layer.get_A_log_exp(),
-        layer.dt_bias.detach(),
-        layer.norm.weight.detach(),
-        caches[1],
-        meta.read_ids,
-        meta.write_ids,
-        meta.positions,
-        gate_activation=layer.activation,
-        eps=layer.layer_norm_epsilon,
-        # The launch before it is a projection, which writes neither ids nor states.
-        settled=True,
-        backend=layer.compact_backend,
-    )
-    result: torch.Tensor = layer.out_proj(out[None])
-    return result
-
-
-def patch_models_qwen3_5(module: ModuleType) -> None:
-    """The linear layer: A_log where it stands, and a decode step in one launch."""
-    layer = module.Qwen3_5GatedDeltaNet
-    forward, backend, fused = layer.forward, envs.backend(), envs.fused_decode()
-
-    def get_A_log(self: Any) -> torch.Tensor:
-        # Not -exp(A_log): one rounding less, and no copy that outlives an update of weights.
-        parameter: torch.Tensor = self.A_log.detach()
-        return parameter if parameter.dtype == torch.float32 else parameter.float()
-
-    @functools.wraps(forward)
-    def forward_compact(self: Any, hidden_states: torch.Tensor, past_key_value: Any, gated_delta_meta: Any) -> Any:
-        meta = gated_delta_meta
-        fits = (self.head_k_dim, self.head_v_dim, self.conv_kernel_size) == FUSED_SIZES and self.activation == "silu"
-        if not (fused and fits and meta.is_decoding and meta.drafts is None) or _in_piecewise_graph():
-            return forward(self, hidden_states, past_key_value, meta)
-        return _layer_decode(self, hidden_states, past_key_value, meta)
-
-    layer.compact_backend = backend
-    layer.get_A_log_exp = get_A_log
-    layer.forward = forward_compact

@@ -167,8 +167,8 @@ class Engine:
                 "switch": os.environ.get("LMDEPLOY_ENABLE_COMPACT_STATE"),
                 "pool": type(states).__name__,
                 "state_bytes": int(states.allocation.nbytes),
-                "states": [list(cache.shape) for cache in states.state_caches],
-                "device": str(states.state_caches[0].device),
+                "states": [list(cache.shape) for cache in states.named_state_caches.values()],
+                "device": str(states.allocation.pools[0].tensor.device),
                 "gpu": os.environ.get("CUDA_VISIBLE_DEVICES"),
             }
 

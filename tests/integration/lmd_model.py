@@ -142,7 +142,7 @@ class ModelDevice(lmd_flow.Device):
         cache_config.states_shapes = self.model_config.states_shapes
         self.states = StateCacheEngine(cache_config, self.model_config)
         # NaN everywhere: nothing may depend on what a fresh or recycled slot holds.
-        for tensor in self.states.state_caches:
+        for tensor in self.states.named_state_caches.values():
             tensor.fill_(float("nan"))
         heads, dim = self.model_config.num_key_value_heads, self.model_config.head_dim
         shape = (cache_config.num_gpu_blocks, cache_config.block_size, heads, dim)

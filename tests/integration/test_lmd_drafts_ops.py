@@ -35,7 +35,7 @@ def engine(drafts: int) -> Any:
     channels = 2 * HK * D + HV * D
     shapes = [((LAYERS, channels, W + drafts), torch.float32), ((LAYERS, 1 + drafts, HV, D, D), torch.float32)]
     states = StateCacheEngine(SimpleNamespace(states_shapes=shapes, num_state_caches=SLOTS, max_batches=ROWS), None)
-    for tensor in states.state_caches:
+    for tensor in states.named_state_caches.values():
         tensor.fill_(float("nan"))
     for log in states.draft_logs.values():
         for tensor in (log.k, log.u, log.g, log.x):
@@ -50,7 +50,7 @@ class DraftLayer(Layer):
         super().__init__()
         self.drafts = drafts
         self.engine = engine(drafts)
-        self.conv_state, self.state = (view.transpose(0, 1)[1] for view in self.engine.state_caches)
+        self.conv_state, self.state = (layers[1] for layers in self.engine.state_caches)
         width = 2 * HK * D + HV * D
         g = torch.Generator().manual_seed(1)
         self.weight = torch.randn(width, 1, W, generator=g)

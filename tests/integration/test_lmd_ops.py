@@ -241,10 +241,16 @@ def test_the_pool_has_the_surface_of_the_engine_it_replaces(monkeypatch: pytest.
     engine = StateCacheEngine(config, None)
     assert StateCacheEngine.get_state_slot_nbytes(lmd_flow.SHAPES) * 4 == engine.allocation.nbytes
     assert set(engine.named_state_caches) == {"conv", "recurrent"}
-    for tensor in engine.state_caches:
+    tensors = list(engine.named_state_caches.values())
+    for tensor in tensors:
         tensor[1].fill_(3)
     engine.copy_slots([1], [3])
-    assert all(torch.equal(tensor[3], tensor[1]) for tensor in engine.state_caches)
+    assert all(torch.equal(tensor[3], tensor[1]) for tensor in tensors)
+    # What the model makes of the caches in every forward is there already: each layer's part of the same memory.
+    for tensor, caches in zip(tensors, engine.state_caches):
+        layers = list(caches.transpose(0, 1))
+        assert all(layer.data_ptr() == part.data_ptr() for layer, part in zip(layers, tensor.unbind(1), strict=True))
+        assert all(layer.stride() == part.stride() for layer, part in zip(layers, tensor.unbind(1)))
 
 
 def test_our_norm_is_the_gated_norm() -> None:

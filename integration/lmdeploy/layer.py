@@ -1,0 +1,92 @@
+"""A Qwen3.5 linear layer around the operators: between its projections, lmdeploy's wrappers take longer than the launches."""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from ... import cute_kernels
+from .. import envs
+from .ops import CompactMeta, in_piecewise_graph
+
+# Key and value head size and conv width of the layers that are run here.
+SIZES = (128, 128, 4)
+
+
+def _projected(layer: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The layer's projections x = q | k | v, z, b and a, one row a token."""
+    x, z, ba = layer.in_proj_qkv(hidden_states), layer.in_proj_z(hidden_states), layer.in_proj_ba(hidden_states)
+    return x[0], z[0], *layer.fix_ba_ordering(ba[0])
+
+
+def _decode(layer: Any, hidden_states: torch.Tensor, caches: Any, meta: CompactMeta) -> torch.Tensor:
+    """A decode step: three projections, one launch, one projection."""
+    x, z, b, a = _projected(layer, hidden_states)
+    out: torch.Tensor = cute_kernels.gdn_layer_decode(
+        x,
+        a,
+        b,
+        z,
+        layer.conv1d.weight.detach().flatten(1),
+        caches[0],
+        layer.get_A_log_exp(),
+        layer.dt_bias.detach(),
+        layer.norm.weight.detach(),
+        caches[1],
+        meta.read_ids,
+        meta.write_ids,
+        meta.positions,
+        gate_activation=layer.activation,
+        eps=layer.layer_norm_epsilon,
+        # The launch before it is a projection, which writes neither ids nor states.
+        settled=True,
+        backend=layer.compact_backend,
+    )
+    result: torch.Tensor = layer.out_proj(out[None])
+    return result
+
+
+def _prefill(layer: Any, hidden_states: torch.Tensor, caches: Any, meta: CompactMeta) -> torch.Tensor:
+    """A prefill: three projections, conv, rule and norm, one projection."""
+    x, z, b, a = _projected(layer, hidden_states)
+    options: dict[str, Any] = {"checkpoints": meta.checkpoints, "backend": layer.compact_backend}
+    ids = (meta.read_ids, meta.write_ids)
+    taps, bias = layer.conv1d.weight.detach().flatten(1), layer.conv1d.bias
+    x = cute_kernels.causal_conv1d_prefill(
+        x, taps, caches[0], *ids, meta.positions, meta.cu_seqlens, bias=bias, activation=layer.activation, **options
+    )
+    size, values = layer.head_v_dim, z.shape[1] // layer.head_v_dim
+    heads = x.view(x.shape[0], -1, size)
+    keys = (heads.shape[1] - values) // 2
+    q, k, v = heads.split((keys, keys, values), 1)
+    parameters = (layer.get_A_log_exp(), layer.dt_bias.detach())
+    out = cute_kernels.gdn_prefill(q, k, v, a, b, *parameters, caches[1], *ids, meta.cu_seqlens, **options)
+    normed = layer.norm(out.view(-1, size), z.reshape(-1, size))
+    result: torch.Tensor = layer.out_proj(normed.view(1, x.shape[0], -1))
+    return result
+
+
+def patch_models_qwen3_5(module: ModuleType) -> None:
+    """The linear layer: A_log where it stands, a decode step in one launch, a prefill without wrappers."""
+    layer = module.Qwen3_5GatedDeltaNet
+    forward, backend, fused = layer.forward, envs.backend(), envs.fused_decode()
+
+    def get_A_log(self: Any) -> torch.Tensor:
+        # Not -exp(A_log): one rounding less, and no copy that outlives an update of weights.
+        parameter: torch.Tensor = self.A_log.detach()
+        return parameter if parameter.dtype == torch.float32 else parameter.float()
+
+    @functools.wraps(forward)
+    def forward_compact(self: Any, hidden_states: torch.Tensor, past_key_value: Any, gated_delta_meta: Any) -> Any:
+        meta = gated_delta_meta
+        fits = (self.head_k_dim, self.head_v_dim, self.conv_kernel_size) == SIZES and self.activation == "silu"
+        if not fits or meta.drafts is not None or (meta.is_decoding and not fused) or in_piecewise_graph():
+            return forward(self, hidden_states, past_key_value, meta)
+        return (_decode if meta.is_decoding else _prefill)(self, hidden_states, past_key_value, meta)
+
+    layer.compact_backend = backend
+    layer.get_A_log_exp = get_A_log
+    layer.forward = forward_compact
