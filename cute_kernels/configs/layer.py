@@ -28,6 +28,16 @@ NORM_BF16 = 8  # the norm's weight is bf16, else fp32
 MAPPED = 16  # verify: the draft log names the log row of each batch row
 
 
+WY_VALUE_STRIDE = (
+    68  # words of a token's v in the tensor-core form: lanes of a warp, two rows of V of a token each, hit all banks
+)
+
+
+def wy_layer_regions(warps: int) -> dict[str, int]:
+    """Shared memory of a layer's tensor-core form behind that of the recurrence: fp32 words of each region, in order."""
+    return {"squares": 8 * warps, "values": 8 * WY_VALUE_STRIDE, "weight": 128}
+
+
 @dataclass(frozen=True)
 class LayerDecodeKey:
     """Everything that changes the code of `kernels/layer_decode.py`.
@@ -106,10 +116,9 @@ class LayerVerifyKey:
         return VerifyKey(self.kind, self.state, 4, 8, blocks=self.blocks, wy=self.state == "bfloat16", pdl=True)
 
     def shared_bytes(self) -> int:
-        """Shared memory of a block: that of the recurrence, and for the norm its gates, and outputs or sums of squares."""
-        if self.state == "float32":
-            return self.verify.shared_bytes() + 2 * 8 * 128 * 4
-        return self.verify.shared_bytes() + 8 * 8 * 4 + 256 * 16
+        """Shared memory of a block: that of the recurrence, and of conv and norm."""
+        words = 2 * 8 * 128 if self.state == "float32" else sum(wy_layer_regions(self.verify.warps).values())
+        return self.verify.shared_bytes() + 4 * words
 
     def rejection(self) -> str | None:
         """Why this key has no kernel, or None."""
@@ -121,7 +130,7 @@ class LayerVerifyKey:
 @functools.lru_cache(maxsize=64)
 def choose_verify_layer(kind: Kind, state: StateDtype, weight: WeightDtype) -> LayerVerifyKey:
     """The verify specialisation of every shape."""
-    return LayerVerifyKey(kind, state, weight, 2 if state == "float32" else 3)
+    return LayerVerifyKey(kind, state, weight, 2 if state == "float32" else 4)
 
 
 def verify_file(key: LayerVerifyKey) -> str:

@@ -52,18 +52,17 @@ def _tile_rejection(rows: int, warps: int) -> str | None:
 class VerifyKey:
     """Everything that changes the code of `kernels/recurrent_verify.py`.
 
-    rows: V rows a lane holds. warps: warps a block. landing: state comes by bulk copy into shared memory, else straight
-    into registers. blocks: thread blocks an SM must hold at once, which caps registers. commit: replay and store only, no
-    new tokens. wy: the tensor-core form (`kernels/wy_verify.py`). pdl: start while the previous kernel of the stream drains.
+    rows: V rows a lane holds. warps: warps a block. blocks: thread blocks an SM must hold at once, which caps registers.
+    commit: replay and store only, no new tokens. wy: the tensor-core form (`kernels/wy_verify.py`). pdl: start while the
+    previous kernel of the stream drains.
     """
 
-    TUNED: ClassVar[tuple[str, ...]] = ("rows", "warps", "landing", "blocks", "pdl")
+    TUNED: ClassVar[tuple[str, ...]] = ("rows", "warps", "blocks", "pdl")
 
     kind: Kind
     state: StateDtype
     rows: int
     warps: int
-    landing: bool = True
     blocks: int = 1
     commit: bool = False
     wy: bool = False
@@ -73,11 +72,10 @@ class VerifyKey:
         """C identifier of the specialisation."""
         blocks = f"_b{self.blocks}" if self.blocks > 1 else ""
         if self.wy:
-            unused = ("_reg", "")[self.landing] + ("", "_commit")[self.commit]  # never in a legal key
-            flags = ("", "_pdl")[self.pdl] + unused
+            flags = ("", "_pdl")[self.pdl] + ("", "_commit")[self.commit]  # the latter never in a legal key
             return f"wy_verify_{self.kind}_{SHORT[self.state]}{blocks}{flags}"
         name = "recurrent_commit" if self.commit else "recurrent_verify"
-        flags = blocks + ("_reg", "")[self.landing] + ("", "_pdl")[self.pdl]
+        flags = blocks + ("", "_pdl")[self.pdl]
         return f"{name}_{self.kind}_{SHORT[self.state]}_r{self.rows}w{self.warps}{flags}"
 
     @property
@@ -92,12 +90,12 @@ class VerifyKey:
             return 4 * sum(wy_regions(kda, self.warps).values()) + 2 * HEAD_DIM * HEAD_DIM + 8 * self.warps + 64
         old_words = MAX_TOKENS * (HEAD_DIM * (2 if kda else 1) + self.tile + (0 if kda else 4))
         new_words = 0 if self.commit else MAX_TOKENS * (HEAD_DIM * (3 if kda else 2) + self.tile // 2 + 4)
-        landing = self.tile * HEAD_DIM * (4 if self.state == "float32" else 2) if self.landing else 0
+        landing = self.tile * HEAD_DIM * (4 if self.state == "float32" else 2)
         return 4 * (old_words + new_words) + landing + 64
 
     def rejection(self) -> str | None:
         """Why this key has no kernel, or None."""
-        whole = self.landing and self.warps == 8 and self.tile == HEAD_DIM
+        whole = self.warps == 8 and self.tile == HEAD_DIM
         if self.wy and (self.state != "bfloat16" or self.commit or not whole):
             return "wy: it verifies on bf16 pools, a whole head landed in a block of 8 warps"
         if self.blocks * (self.shared_bytes() + 1024) > 233_472:
@@ -143,10 +141,9 @@ def choose_verify(kind: Kind, state: StateDtype, heads: int, *, round_tokens: bo
 def candidates(kind: Kind, state: StateDtype) -> list[VerifyKey]:
     """The space a sweep tries: the form that rounds where step-by-step decode does."""
     keys = [
-        VerifyKey(kind, state, rows, warps, landing=landing, blocks=blocks, pdl=True)
+        VerifyKey(kind, state, rows, warps, blocks=blocks, pdl=True)
         for rows in (2, 4)
         for warps in (4, 8)
-        for landing in (False, True)
         for blocks in (1, 2)
     ]
     return [key for key in keys if key.rejection() is None]
@@ -166,7 +163,7 @@ def heuristic(kind: Kind, state: StateDtype, heads: int, *, round_tokens: bool =
 @functools.lru_cache(maxsize=64)
 def choose_commit(kind: Kind, state: StateDtype) -> VerifyKey:
     """The specialisation of a commit. Legal for every shape."""
-    return VerifyKey(kind, state, 4, 4, commit=True)
+    return VerifyKey(kind, state, 4, 4, blocks=5, commit=True)
 
 
 @functools.lru_cache(maxsize=64)

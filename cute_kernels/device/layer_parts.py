@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float32, Int32, Int64
+from cutlass import BFloat16, Boolean, Float32, Int32
 
 from ..configs.layer import CONV_WIDTH
 from .arith import sigmoid
@@ -21,12 +21,6 @@ def convolved(
     inputs = [widen(rX, vec) for rX in rows]
     taps = widen(rTaps, vec * CONV_WIDTH)
     return narrow(convolve(inputs, taps, rBias, vec, CONV_WIDTH, SILU_EXPONENT), vec, BFloat16)
-
-
-@cute.jit
-def load_taps_into(mTaps: cute.Tensor, rTaps: cute.Tensor, channel: Int32, vec: cutlass.Constexpr):
-    """Issue the loads of `vec` channels' taps, as stored."""
-    copy_into(offset_ptr(mTaps.iterator, Int64(channel) * CONV_WIDTH, mTaps.element_type, 16), rTaps, vec * CONV_WIDTH)
 
 
 @cute.jit

@@ -1,7 +1,8 @@
-"""Predicated global loads: one instruction each, zeros where the condition does not hold, no branch.
+"""Predicated global loads and stores: one instruction each, zeros where a load's condition does not hold, no branch.
 
 A load inside a branch is merged with what its registers held before, 16-bit types half by half, so it is waited for where the
 branch ends and the loads behind it are issued a latency later. A predicated load keeps its place among the others.
+A warp of the tensor-core forms reads 32 bytes of each of eight rows: the second level fetches 128, which the other warps find.
 """
 
 import cutlass.cute as cute
@@ -14,7 +15,7 @@ def load_words_where(condition, ptr, n):
     target, suffix = (names[0], "") if n == 1 else ("{" + ", ".join(names) + "}", f".v{n}")
     zeros = " ".join(f"mov.b32 {name}, 0;" for name in names)
     words = cute.arch.inline_ptx(
-        f"{{ .reg .pred on; setp.ne.s32 on, {{$r0}}, 0; {zeros} @on ld.global{suffix}.b32 {target}, [{{$r1}}]; }}",
+        f"{{ .reg .pred on; setp.ne.s32 on, {{$r0}}, 0; {zeros} @on ld.global.L2::128B{suffix}.b32 {target}, [{{$r1}}]; }}",
         write_only_types=[Uint32] * n,
         read_only_args=[Int32(condition), Int64(ptr.toint())],
     )
@@ -48,3 +49,21 @@ def zero_words(n):
     for i in range(n // 2):
         rX[i] = Uint32(0)
     return cute.recast_tensor(rX, BFloat16)
+
+
+def store_half_where(condition, address, word):
+    """The low half of a word to a global address."""
+    cute.arch.inline_ptx(
+        "{ .reg .pred on; .reg .b16 half; setp.ne.s32 on, {$r0}, 0; cvt.u16.u32 half, {$r2}; "
+        "@on st.global.b16 [{$r1}], half; }",
+        read_only_args=[Int32(condition), Int64(address), word],
+    )
+
+
+def store_word_where(condition, address, value):
+    """A word or an fp32 to a global address of 64 bits, or to one in shared memory of 32."""
+    space = "global" if isinstance(address, Int64) else "shared"
+    cute.arch.inline_ptx(
+        f"{{ .reg .pred on; setp.ne.s32 on, {{$r0}}, 0; @on st.{space}.b32 [{{$r1}}], {{$r2}}; }}",
+        read_only_args=[Int32(condition), address, value],
+    )

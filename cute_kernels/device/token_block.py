@@ -129,23 +129,18 @@ class TokenBlock:
         words = cute.recast_tensor(rBeta, Uint32)
         words[0] = load_half_where(thread < count, row_ptr(mBeta, start + thread, head, 2))
 
-    @cute.jit
-    def put(
-        self,
-        raw,
-        parameters: cute.Tensor,
-        base: cute.Pointer,  # fp32, shared
-        l2norm: Boolean,
-        scale: Float32,
-        lower_bound: Float32,
-        thread: Int32,
-        count: Int32,
-    ):
-        """Norms, k.q and gates of a loaded block into shared memory at `base`. All lanes of the 4 warps take part.
-
-        `raw_v` may be None where other threads store v by `put_values`.
-        """
+    def put(self, raw, parameters, base, l2norm, scale, lower_bound, thread, count):
+        """Norms, k.q and gates of a loaded block into shared memory at `base`. All lanes of a warp with tokens take part."""
         raw_k, raw_q, raw_v, raw_gate, raw_beta = raw
+        self.put_vectors(raw_k, raw_q, base, l2norm, scale, thread)
+        self.put_values(raw_v, base, thread)
+        self.put_gates(raw_gate, raw_beta, parameters, base, lower_bound, thread, count)
+
+    @cute.jit
+    def put_vectors(
+        self, raw_k: cute.Tensor, raw_q: cute.Tensor, base: cute.Pointer, l2norm: Boolean, scale: Float32, thread: Int32
+    ):
+        """The part of `put` that needs k and q of a token, normalised here."""
         token, lane16 = thread // NORM_LANES, thread % NORM_LANES
         rK, rQ, kq = normalize_pair(raw_k, raw_q, scale, l2norm)
         at = token * self.record
@@ -153,13 +148,24 @@ class TokenBlock:
         put_channels(rQ, base, at + self.at_q, lane16, self.dtype)
         if lane16 == 0:
             (base + (at + self.at_scalars + 1)).store(kq)
-        if const_expr(raw_v is not None):
-            self.put_values(raw_v, base, thread)
+
+    @cute.jit
+    def put_gates(
+        self,
+        raw_gate: cute.Tensor,
+        raw_beta: cute.Tensor,
+        parameters: cute.Tensor,
+        base: cute.Pointer,  # fp32, shared
+        lower_bound: Float32,
+        thread: Int32,
+        count: Int32,
+    ):
+        """The part of `put` that needs what `load_gates` loaded."""
+        token, lane16 = thread // NORM_LANES, thread % NORM_LANES
         if const_expr(self.kda):
             if token < count:
-                put_decays(
-                    self.bounded, self.dtype, raw_gate, parameters, base, at + self.at_decay, lower_bound, lane16
-                )
+                at = token * self.record + self.at_decay
+                put_decays(self.bounded, self.dtype, raw_gate, parameters, base, at, lower_bound, lane16)
         if thread < count:
             scalars = base + (thread * self.record + self.at_scalars)
             scalars.store(sigmoid(widen(raw_beta, 2)[0]))

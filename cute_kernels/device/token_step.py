@@ -258,12 +258,6 @@ def holds_output(lane, rows, lanes=ROW_LANES):
     return ((lane & (lanes // 2)) != 0) & ((lane & (duplicates - 1)) == 0)
 
 
-def holds_u(lane, rows):
-    """Whether this lane, of the 8 of its row, is the one that stores `u`."""
-    duplicates = ROW_LANES // 2 // rows
-    return ((lane & 4) == 0) & ((lane & (duplicates - 1)) == 0)
-
-
 def lane_in_row(lane: Int32, lanes=ROW_LANES) -> Int32:
     """Place of a lane among those that share a row."""
     return lane & (lanes - 1)

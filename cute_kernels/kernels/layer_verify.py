@@ -5,9 +5,10 @@
 A block of 8 warps owns one (sequence n, value head h) with all 128 rows of V; grid (HV, N).
 1  ids and counts; the state is on its way into shared memory by one bulk copy; then logged tokens, window and taps are loaded,
    and only then a dependent launch waits for the kernel before it (`settled`);
-2  16 lanes a token, four warps for v of the new tokens and for the logged ones, four for k and q: x, conv, window and log, then
-   norms, k.q and gates to shared memory; a warp prepares act(z) w of one token; one barrier;
-3  replay, store and new tokens on registers as in `recurrent_verify`, o to shared memory; one barrier; a warp norms one token.
+2  six warps convolve the new tokens, log their inputs and commit the window (`draft_conv`), four prepare the logged tokens and
+   the gates, each act(z) w of one token; one barrier; then four warps put norms of the new tokens and k.q to shared memory;
+3  replay, store and new tokens on registers as in `recurrent_verify`, a barrier before the first new token, o to shared memory;
+   one barrier; a warp norms one token.
 States, windows and logs equal those of `causal_conv1d_verify` and the bare verify bit for bit; o enters the norm unrounded.
 
 Why sharing a window is free of races. Its ring has W = 4 columns, the input of token t of the sequence stands in column t mod 4.
@@ -22,7 +23,7 @@ Ids, counts and rows that are dead or cut off: the rules of `recurrent_verify`.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float32, Int32, Int64, const_expr
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
 
 from ..compile.cache import cute_compile
@@ -31,13 +32,23 @@ from ..configs.layer import CONV_BIAS, CONV_WIDTH, MAPPED, NORM_BF16, SETTLED, S
 from ..configs.verify import MAX_TOKENS
 from ..device.arith import fma_rn
 from ..device.conv import DTYPES, fake_tokens
-from ..device.draft_layer import HISTORY, commit_history, history_address, load_weight, log_x_ptr, output_gates
-from ..device.layer_parts import convolved, gated, load_taps_into
+from ..device.draft_conv import (
+    CONV_THREADS,
+    PART,
+    channel_of,
+    conv_registers,
+    convolve_into,
+    load_history,
+    load_inputs,
+    store_inputs,
+)
+from ..device.draft_layer import load_weight, output_gates, weight_values
+from ..device.layer_parts import gated
 from ..device.memory import load_vector, offset_ptr, smem_ptr, store_vector
-from ..device.predicated import load_into_where, load_words_where, zero_words
+from ..device.predicated import load_words_where, store_word_where
 from ..device.reduce import sum_over
 from ..device.state_io import row_ptr
-from ..device.token_step import HEAD_DIM, NORM_LANES, NORM_VALUES, lane_in_row, vector_width
+from ..device.token_step import HEAD_DIM, NORM_LANES, NORM_VALUES
 from .recurrent_verify import GRID_Y, SCALARS, RecurrentVerify, fake_heads
 
 
@@ -181,71 +192,66 @@ class LayerVerify(RecurrentVerify):
         sNew = smem.allocate_tensor(Float32, cute.make_layout(self.block.words), 16)
         sGate = smem.allocate_tensor(Float32, cute.make_layout(MAX_TOKENS * HEAD_DIM), 16)
         sO = smem.allocate_tensor(Float32, cute.make_layout(MAX_TOKENS * HEAD_DIM), 16)
-        bar = smem.allocate_array(Int64, 1)
-        self.land_tile(sLanding, bar, mState, read, reads, head * HEAD_DIM * HEAD_DIM, tidx)
+        bars = smem.allocate_array(Int64, self.landings)
+        self.land_rows(mState, sLanding, bars, read, reads, head * HEAD_DIM, tidx)
 
-        # Threads 128.. have k and q of the new tokens, the others their v and the logged tokens; `thread_new` is for the former.
+        # Warps 2 to 7 convolve, 0 to 3 have the logged tokens, 4 to 7 the new ones.
         lane, warp, thread = tidx % 32, tidx // 32, tidx % 128
-        token, vector = thread // NORM_LANES, thread % NORM_LANES * NORM_VALUES
         thread_new = (tidx + 128) % 256
-        keys = tidx >= 128
-        channel_q = key_head * HEAD_DIM + vector
-        channel = (hk * HEAD_DIM + channel_q) if keys else ((2 * hk + head) * HEAD_DIM + vector)
+        slot = (tidx + CONV_THREADS) % 256
+        channel = channel_of(slot, head, key_head, hk)
+        convolves = cute.arch.make_warp_uniform(slot // 32) < CONV_THREADS // 32
+        conv = conv_registers(self.weight_dtype)
         old = self.old_registers()
         self.load_old(old, mLogK, mLogU, mLogGate, tidx, head, Int32(0), key_head, log_in, replayed)
-        rTaps = cute.make_rmem_tensor(cute.make_layout(NORM_VALUES * CONV_WIDTH), self.weight_dtype)
-        load_taps_into(mTaps, rTaps, channel, NORM_VALUES)
-        rTapsQ = rTaps
-        if const_expr(self.weight_dtype is BFloat16):  # fp32 taps of both would take too many registers
-            rTapsQ = zero_words(NORM_VALUES * CONV_WIDTH)
-            load_into_where(keys, rTapsQ, offset_ptr(mTaps.iterator, channel_q * CONV_WIDTH, BFloat16, 16))
+        if convolves:
+            load_history(conv, mTaps, mConvState, mLogX, (position, read, reads, replayed, log_in), channel)
         bf16 = flags & NORM_BF16
         weight = load_weight(mNormWeight, lane * 4, bf16, 4)
         self.wait((flags & SETTLED) != 0)
 
-        window = (position, read, reads, replayed, log_in)
-        inputs, inputs_q = ([zero_words(NORM_VALUES) for _ in range(CONV_WIDTH)] for _ in range(2))
-        sources = (mX, mConvState, mLogX)
-        self.load_inputs(inputs, sources, window, channel, token, start, length, Boolean(True))
-        self.load_inputs(inputs_q, sources, window, channel_q, token, start, length, keys)
+        if convolves:
+            load_inputs(conv[2], mX, channel, start, length)
         rGate, rBeta = self.block.gate_registers()
-        self.block.load_gates(rGate, rBeta, mGate, mBeta, thread_new, start, length, head)
+        self.block.load_gates(rGate, rBeta, mGate, mBeta, tidx, start, length, head)
         rZ = load_words_where(warp < length, row_ptr(mZ, start + warp, head * HEAD_DIM + lane * 4, 8), 2)
-
         parameters = self.block.parameters(mALog, mBias, tidx, head)
-        destination = (mConvState, mLogX, position, read, write, writes, replayed, logged, log_out)
-        if tidx < 128:
+        if self.has_token(tidx, replayed):
             self.put_old(old, parameters, sOld.iterator, Boolean(True), lower_bound, tidx, replayed)
-        self.store_inputs(inputs, destination, channel, token, length, first_of_key_head | (tidx < 128))
-        rY = convolved(mConvBias, inputs, rTaps, channel, flags & CONV_BIAS, NORM_VALUES)
-        if keys:
-            self.store_inputs(inputs_q, destination, channel_q, token, length, first_of_key_head)
-            if const_expr(self.weight_dtype is Float32):
-                load_taps_into(mTaps, rTapsQ, channel_q, NORM_VALUES)
-            rQ = convolved(mConvBias, inputs_q, rTapsQ, channel_q, flags & CONV_BIAS, NORM_VALUES)
-            new = (rY, rQ, None, rGate, rBeta)
-            self.block.put(new, parameters, sNew.iterator, Boolean(True), scale, lower_bound, thread, length)
+        if self.has_token(tidx, length):
+            self.block.put_gates(rGate, rBeta, parameters, sNew.iterator, lower_bound, tidx, length)
             if logged:
-                self.log_vectors(
-                    new, mLogK, mLogGate, thread, head, Int32(0), key_head, first_of_key_head, log_out, length
-                )
-                if const_expr(not self.kda):
-                    if thread < length:
-                        at = thread * self.block.record + self.block.at_scalars + 2
-                        self.log_decay((sNew.iterator + at).load(), mLogGate, thread, head, log_out)
-        if tidx < 128:
-            self.block.put_values(rY, sNew.iterator, thread)
-        rG = cute.make_rmem_tensor(cute.make_layout(4), Float32)
-        gates = output_gates(rZ, weight, flags & SILU_GATE, bf16)
-        for i in cutlass.range_constexpr(4):
-            rG[i] = gates[i]
-        store_vector(rG, smem_ptr(sGate.iterator, warp * HEAD_DIM + lane * 4, Float32, 16), 4)
+                self.log_gate(rGate, sNew.iterator, mLogGate, tidx, head, log_out, length)
+        if convolves:
+            destination = (position, read, write, writes, replayed, logged, log_out)
+            if first_of_key_head | (slot >= 2 * PART):
+                store_inputs(conv, mConvState, mLogX, destination, channel, length)
+            # k and q of a token, as words, where its output will stand; v in its record.
+            part = slot // PART
+            place = Int32((sO.iterator + slot % (2 * PART)).toint())
+            step = Int32(4 * HEAD_DIM)
+            if part == 2:
+                place = Int32((sNew.iterator + (self.block.at_v + slot % PART)).toint())
+                step = Int32(4 * self.block.record)
+            convolve_into(conv, mConvBias, channel, flags & CONV_BIAS, length, place, step)
+        if cute.arch.make_warp_uniform(warp) < length:
+            rG = cute.make_rmem_tensor(cute.make_layout(4), Float32)
+            gates = output_gates(rZ, weight_values(weight, bf16), flags & SILU_GATE)
+            for i in cutlass.range_constexpr(4):
+                rG[i] = gates[i]
+            store_vector(rG, smem_ptr(sGate.iterator, warp * HEAD_DIM + lane * 4, Float32, 16), 4)
         cute.arch.sync_threads()
 
-        inner = (head * HEAD_DIM + tidx // 8 * self.rows) * HEAD_DIM + lane_in_row(lane) * vector_width(self.dtype)
+        if self.has_token(thread_new, length):
+            at = 2 * (thread // NORM_LANES) * HEAD_DIM + thread % NORM_LANES * NORM_VALUES
+            made = smem_ptr(sO.iterator, 0, BFloat16, 16) + at
+            raw = [load_vector(smem_ptr(made, i * HEAD_DIM, BFloat16, 16), NORM_VALUES) for i in range(2)]
+            self.block.put_vectors(raw[1], raw[0], sNew.iterator, Boolean(True), scale, thread)
+            if logged & first_of_key_head:
+                self.log_key(raw[1], mLogK, thread, key_head, log_out, length)
         self.run_tile(
-            sLanding, [], bar, sOld, sNew, mState, mLogU, sO, inner, tidx, head, Int32(0), write, reads, writes, Boolean(False),
-            logged, log_out, start, length, replayed,
+            sLanding, bars, sOld, sNew, mState, mLogU, sO, tidx, head, Int32(0), write, reads, writes, Boolean(False), logged,
+            log_out, start, length, replayed,
         )  # fmt: skip
         cute.arch.sync_threads()
         if warp < length:
@@ -259,46 +265,17 @@ class LayerVerify(RecurrentVerify):
             rG = load_vector(smem_ptr(sGate.iterator, at, Float32, 16), 4)
             store_vector(gated(rO, norm, rG, 4), row_ptr(mOut, start + warp, head * HEAD_DIM + lane * 4, 8), 4)
 
-    def put_output(self, output, start, t, place, own, o):
-        """o of a token into shared memory, where the norm finds it."""
-        output[t * HEAD_DIM + own] = o
+    def join(self):
+        """The warps that have no new token to normalise replay meanwhile."""
+        cute.arch.sync_threads()
 
-    @cute.jit
-    def load_inputs(
-        self,
-        inputs,
-        sources,
-        window,
-        channel: Int32,
-        token: Int32,
-        start: Int32,
-        length: Int32,
-        wanted: Boolean,
-    ):
-        """Issue the loads of what this thread's token needs, oldest first: new inputs, and those before the first of them."""
-        mX, mConvState, mLogX = sources
-        for j in cutlass.range_constexpr(CONV_WIDTH):
-            t = token - (HISTORY - j)
-            address = row_ptr(mX, start + t, channel, 16).toint()
-            live = token < length
-            if const_expr(j < HISTORY):
-                before, known = history_address(mConvState, mLogX, channel, -t, window, NORM_VALUES)
-                address = before if t < 0 else address
-                live = known if t < 0 else live
-            source = cute.make_ptr(BFloat16, address, cute.AddressSpace.gmem, assumed_align=16)
-            load_into_where(wanted & live, inputs[j], source)
+    def output_place(self, output, start, place, own):
+        """Place in shared memory, where the norm finds it, of a lane's first output, and the step to the next token's."""
+        return Int32((output.iterator + own).toint()), Int32(4 * HEAD_DIM)
 
-    @cute.jit
-    def store_inputs(self, inputs, destination, channel: Int32, token: Int32, length: Int32, owner: Boolean):
-        """The committed window by the threads of token 0, which hold it, and each token's own input to the log."""
-        mConvState, mLogX, position, read, write, writes, replayed, logged, log_out = destination
-        if writes & owner & (token == 0):
-            for j in cutlass.range_constexpr(HISTORY):
-                commit_history(
-                    inputs[j], mConvState, channel, Int32(HISTORY - j), position, read, write, replayed, NORM_VALUES
-                )
-        if logged & owner & (token < length):
-            store_vector(inputs[HISTORY], log_x_ptr(mLogX, log_out + token, channel, NORM_VALUES), NORM_VALUES)
+    def put_output(self, condition, address, o):
+        """An output where it goes."""
+        store_word_where(condition, address, o)
 
 
 def build(key: LayerVerifyKey):

@@ -7,11 +7,11 @@
 A block owns `tile` rows of V of one (sequence n, value head h); grid (HV * 128 / tile, N). The state is read once and
 written once whatever the number of drafts.
 1  every thread reads ids, counts and the log's half; the state tile is on its way at once, by one bulk copy into shared
-   memory or by 16-byte loads into registers; then the logged tokens. Only after that a dependent launch waits for the kernel
-   before it (`settled`);
+   memory; then the logged tokens. Only after that a dependent launch waits for the kernel before it (`settled`);
 2  all other loads are issued before any arithmetic: 16 lanes a token for k (logged and new), q, the tile's u and v, KDA's
    raw gates; then norms, k.q and gates go to shared memory; one block barrier;
-3  replay, store and the new tokens run on registers: 8 lanes a V row, `rows` rows a lane, one reduction a token.
+3  replay and the new tokens run on registers: 8 lanes a V row, `rows` rows a lane, one reduction a token (`turned_step`). In
+   between a warp's rows go back to where they landed and from there, by a bulk copy, to the write slot.
 Races: rows of V are disjoint between blocks, so in place needs no order. Logged k and gates are read by several blocks, so
 new ones go to the other half of the log; raw k is written by the first value head of a key head, GDN's decay and KDA's raw
 gate by the first tile of a head, u by the lanes that own the row.
@@ -23,43 +23,37 @@ zeros and touches no slot and no log. A row whose log row is out of range replay
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32, const_expr
-from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
 
 from ..compile.cache import cute_compile
 from ..compile.fake import fake_ids, fake_stream, fake_vector
 from ..configs.verify import MAX_TOKENS, VerifyKey
+from ..device.landed_rows import LandedRows
 from ..device.memory import load_vector, offset_ptr, smem_ptr, store_vector, zero_vector
-from ..device.predicated import load_into_where, zero_words
-from ..device.reduce import owned_row
-from ..device.state_io import row_ptr, slot_is_valid, slot_ptr
+from ..device.predicated import load_into_where, store_half_where, store_word_where, zero_words
+from ..device.state_io import row_ptr, slot_is_valid
 from ..device.token_block import TokenBlock, put_decays
 from ..device.token_step import (
     HEAD_DIM,
     NORM_LANES,
     NORM_VALUES,
-    holds_output,
-    holds_u,
     lane_in_row,
-    load_rows,
-    load_rows_if,
     normalize,
     put_channels,
     replay_step,
     round_rows,
-    store_rows,
     take_channels,
-    tile_layout,
-    token_step,
     vector_width,
     widen_rows,
 )
+from ..device.turned_step import load_turned, own_row, share_of, spread, store_turned, turned_step
+from ..device.warp_ops import pack_bf16
 
 SCALARS = {"divisibility": 1, "align": 2}  # of one 2-byte value a head
 GRID_Y = 65535  # rows in the grid's y dimension; more sequences go to z
 
 
-class RecurrentVerify:
+class RecurrentVerify(LandedRows):
     def __init__(self, key: VerifyKey):
         self.key = key
         self.dtype = {"float32": Float32, "bfloat16": BFloat16}[key.state]
@@ -68,6 +62,7 @@ class RecurrentVerify:
         self.commit = key.commit
         self.rows, self.warps, self.tile = key.rows, key.warps, key.tile
         self.tiles = HEAD_DIM // self.tile
+        self.landings = 1  # copies of the state into shared memory, each with a barrier
         self.threads = 32 * self.warps
         self.width = self.tile // NORM_LANES  # u and v values of a token a prologue lane moves
         self.block = TokenBlock(key.kind, self.dtype, self.tile)
@@ -105,8 +100,7 @@ class RecurrentVerify:
         lower_bound: Float32,
         stream,
     ):
-        n = cute.size(mReadIds, mode=[0])
-        hk, hv = cute.size(mLogK, mode=[3]), cute.size(mLogU, mode=[3])
+        n, hk, hv = cute.size(mReadIds, mode=[0]), cute.size(mLogK, mode=[3]), cute.size(mLogU, mode=[3])
         grid = [hv * self.tiles, cutlass.min(n, Int32(GRID_Y)), (n + GRID_Y - 1) // GRID_Y]
         self.kernel.set_name_prefix(self.key.symbol(), remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(
@@ -277,25 +271,14 @@ class RecurrentVerify:
         replayed: Int32,
     ):
         smem = cutlass.utils.SmemAllocator()
-        sLanding = None
-        if const_expr(self.key.landing):
-            sLanding = smem.allocate_tensor(self.dtype, cute.make_layout(self.tile * HEAD_DIM), 128)
+        sLanding = smem.allocate_tensor(self.dtype, cute.make_layout(self.tile * HEAD_DIM), 128)
         sOld = smem.allocate_tensor(Float32, cute.make_layout(MAX_TOKENS * self.old_record), 16)
         sNew = None
         if const_expr(not self.commit):
             sNew = smem.allocate_tensor(Float32, cute.make_layout(self.block.words), 16)
-        bar = smem.allocate_array(Int64, 1)
+        bars = smem.allocate_array(Int64, self.landings)
 
-        lane = tidx % 32
-        l8 = lane_in_row(lane)
-        tile_row = tidx // 8 * self.rows  # the lane's first row within the tile
-        inner = (head * HEAD_DIM + tile * self.tile + tile_row) * HEAD_DIM + l8 * vector_width(self.dtype)
-        stored = []
-        if const_expr(self.key.landing):
-            self.land_tile(sLanding, bar, mState, read, reads, (head * HEAD_DIM + tile * self.tile) * HEAD_DIM, tidx)
-        else:
-            stored = load_rows_if(reads, slot_ptr(mState, read, inner), self.rows, self.dtype)
-
+        self.land_rows(mState, sLanding, bars, read, reads, head * HEAD_DIM + tile * self.tile, tidx)
         column = tile * self.tile
         # Threads that have no share of the logged (new) tokens get numbers whose token no count reaches.
         thread_new = (tidx + self.threads - 128) % self.threads
@@ -308,57 +291,37 @@ class RecurrentVerify:
         if const_expr(not self.commit):
             new = self.block.registers()
             self.block.load(new, mQ, mK, mV, mGate, mBeta, thread_new, start, length, key_head, head, column)
-        if const_expr(self.warps == 4) or tidx < 128:
+        if self.has_token(tidx, replayed):
             self.put_old(old, parameters, sOld.iterator, l2norm, lower_bound, tidx, replayed)
         if const_expr(not self.commit):
-            if const_expr(self.warps == 4) or tidx >= 128:
+            if self.has_token(thread_new, length):
                 self.block.put(new, parameters, sNew.iterator, l2norm, scale, lower_bound, thread_new, length)
-            if logged:
-                self.log_vectors(new, mLogK, mLogGate, thread_new, head, column, key_head, logs_key, log_out, length)
-                if const_expr(not self.kda):
-                    if column == 0 and thread_new < length:  # the thread that put the decay there
-                        at = thread_new * self.block.record + self.block.at_scalars + 2
-                        self.log_decay((sNew.iterator + at).load(), mLogGate, thread_new, head, log_out)
+            if logged & logs_key:
+                self.log_key(new[0], mLogK, thread_new, key_head, log_out, length)
+            if logged & (column == 0):
+                self.log_gate(new[3], sNew.iterator, mLogGate, thread_new, head, log_out, length)
         cute.arch.sync_threads()
 
         self.run_tile(
-            sLanding, stored, bar, sOld, sNew, mState, mLogU, mOut, inner, tidx, head, column, write, reads, writes, rounds,
-            logged, log_out, start, length, replayed,
+            sLanding, bars, sOld, sNew, mState, mLogU, mOut, tidx, head, column, write, reads, writes, rounds, logged, log_out,
+            start, length, replayed,
         )  # fmt: skip
 
     @cute.jit
-    def land_tile(
-        self,
-        sLanding: cute.Tensor,
-        bar: cute.Pointer,
-        mState: cute.Tensor,
-        read: Int32,
-        reads: Boolean,
-        first: Int32,  # element of the slot
-        tidx: Int32,
-    ):
-        """One thread starts the copy of the block's rows of state into shared memory."""
-        if tidx == 0:
-            cute.arch.mbarrier_init(bar, 1)
-            cute.arch.mbarrier_init_fence()
-            if reads:
-                atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), self.dtype, num_bits_per_copy=self.tile_bytes * 8)
-                layout = cute.make_layout(self.tile * HEAD_DIM)
-                cute.arch.mbarrier_arrive_and_expect_tx(bar, self.tile_bytes)
-                cute.copy(atom, cute.make_tensor(slot_ptr(mState, read, first), layout), sLanding, mbar_ptr=bar)
+    def has_token(self, thread: Int32, count: Int32) -> Boolean:
+        """Whether the warp of a thread has any of `count` tokens, 16 lanes each; the same for all its lanes."""
+        return cute.arch.make_warp_uniform(thread // 32) * (32 // NORM_LANES) < count
 
     @cute.jit
     def run_tile(
         self,
-        sLanding: cute.Tensor | None,
-        stored,
-        bar: cute.Pointer,
+        sLanding: cute.Tensor,
+        bars: cute.Pointer,
         sOld: cute.Tensor,
         sNew: cute.Tensor | None,
         mState: cute.Tensor,
         mLogU: cute.Tensor,
         output: cute.Tensor | None,
-        inner: Int32,  # of the lane's first vector, within a slot
         tidx: Int32,
         head: Int32,
         column: Int32,
@@ -372,22 +335,17 @@ class RecurrentVerify:
         length: Int32,
         replayed: Int32,
     ):
-        """Replay, store and run the new tokens on the block's rows of state, once all of their vectors are in shared memory."""
+        """Replay, store and run the new tokens on the block's rows of state, once their vectors are in shared memory."""
         lane = tidx % 32
         l8 = lane_in_row(lane)
+        own = (
+            Int32(0) if const_expr(self.commit) else own_row(lane, self.rows)
+        )  # without dots there is nothing to turn for
         tile_row = tidx // 8 * self.rows
-        rS = cute.make_rmem_tensor(tile_layout(self.rows), Float32)
-        if const_expr(self.key.landing):
-            for i in cutlass.range_constexpr(16 * self.rows):
-                rS[i] = Float32(0.0)
-            if reads:
-                cute.arch.mbarrier_wait(bar, 0)
-                landed = smem_ptr(
-                    sLanding.iterator, tile_row * HEAD_DIM + l8 * vector_width(self.dtype), self.dtype, 16
-                )
-                rS.store(widen_rows(load_rows(landed, self.rows, self.dtype), self.rows, self.dtype).load())
-        else:
-            rS = widen_rows(stored, self.rows, self.dtype)
+        landed = smem_ptr(sLanding.iterator, tile_row * HEAD_DIM + l8 * vector_width(self.dtype), self.dtype, 16)
+        if reads:
+            cute.arch.mbarrier_wait(bars + tidx // (self.threads // self.landings), 0)
+        rS = widen_rows(load_turned(landed, own, self.rows, self.dtype), self.rows, self.dtype)
 
         for t in cutlass.range(replayed, unroll=1):
             at = t * self.old_record
@@ -396,34 +354,49 @@ class RecurrentVerify:
                 decay = take_channels(sOld.iterator, at + HEAD_DIM, l8)
             else:
                 decay = sOld[at + self.at_u + self.tile]
-            rU = load_vector(smem_ptr(sOld.iterator, at + self.at_u + tile_row, Float32, 4 * self.rows), self.rows)
+            if const_expr(self.commit):
+                rU = load_vector(smem_ptr(sOld.iterator, at + self.at_u + tile_row, Float32, 4 * self.rows), self.rows)
+            else:
+                rU = spread(sOld[at + self.at_u + tile_row + own], self.rows)
             replay_step(rS, rK, rU, decay, self.rows)
             if const_expr(self.dtype is BFloat16):
                 if rounds:
                     round_rows(rS, self.rows, self.dtype)
-        if writes:
-            store_rows(rS, slot_ptr(mState, write, inner), self.rows, self.dtype)
+        if replayed > 0:
+            store_turned(rS, landed, own, self.rows, self.dtype)
+            cute.arch.fence_view_async_shared()
+        self.send_rows(mState, sLanding, write, writes, head * HEAD_DIM + column, tidx // 32, lane)
 
         if const_expr(not self.commit):
+            self.join()
             round_rows(rS, self.rows, self.dtype)
-            own = tile_row + owned_row(lane, self.rows)
-            place = head * HEAD_DIM + column + own
-            hv = cute.size(mLogU, mode=[3])
-            stores_o, stores_u = holds_output(lane, self.rows), logged & holds_u(lane, self.rows)
+            place = head * HEAD_DIM + column + tile_row + own
+            width = cute.size(mLogU, mode=[3]) * HEAD_DIM
+            stores_o, stores_u = share_of(lane, self.rows) == 1, logged & (share_of(lane, self.rows) == 0)
+            u_at = offset_ptr(mLogU.iterator, log_out * width + place, Float32, 4).toint()
+            o_at, o_step = self.output_place(output, start, place, tile_row + own)
             for t in cutlass.range(length, unroll=1):
-                rK, rQ, decay, beta, v_own, kq = self.block.take(sNew.iterator, t, l8, own)
-                o, u = token_step(rS, rK, rQ, decay, beta, v_own, kq, lane, self.rows)
+                rK, rQ, decay, beta, v_own, kq = self.block.take(sNew.iterator, t, l8, tile_row + own)
+                o, u = turned_step(rS, rK, rQ, decay, beta, v_own, kq, self.rows)
                 if const_expr(self.dtype is BFloat16):
                     if rounds:
                         round_rows(rS, self.rows, self.dtype)
-                if stores_o:
-                    self.put_output(output, start, t, place, own, o)
-                if stores_u:
-                    offset_ptr(mLogU.iterator, (log_out + t) * (hv * HEAD_DIM) + place, Float32, 4).store(u)
+                self.put_output(stores_o, o_at, o)
+                store_word_where(stores_u, u_at, u)
+                o_at += o_step
+                u_at += Int64(width * 4)
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
 
-    def put_output(self, output, start, t, place, own, o):
-        """Where a token's output goes: `place` in its row of the result; `own` is the row of V within the block."""
-        row_ptr(output, start + t, place, 2).store(BFloat16(o))
+    def join(self):
+        """Before the first new token, where its vectors come into shared memory later than the logged ones."""
+
+    def output_place(self, output, start, place, own):
+        """Address of a lane's first output, and the step to the next token's; `own`: its row of V within the block."""
+        return row_ptr(output, start, place, 2).toint(), Int64(output.stride[0]) * 2
+
+    def put_output(self, condition, address, o):
+        """An output where it goes."""
+        store_half_where(condition, address, pack_bf16(o, o))
 
     def old_registers(self):
         """Zeroed registers for `load_old`: k, u, KDA's raw gate or GDN's decay."""
@@ -487,31 +460,37 @@ class RecurrentVerify:
                 (base + (tidx * self.old_record + self.at_u + self.tile)).store(raw_gate[0])
 
     @cute.jit
-    def log_vectors(
+    def log_key(
+        self, raw: cute.Tensor, mLogK: cute.Tensor, thread: Int32, key_head: Int32, log_out: Int64, length: Int32
+    ):
+        """Raw k of the new tokens to the log, by one block."""
+        token, inner = thread // NORM_LANES, key_head * HEAD_DIM + thread % NORM_LANES * NORM_VALUES
+        if token < length:
+            at = (log_out + token) * (cute.size(mLogK, mode=[3]) * HEAD_DIM) + inner
+            store_vector(raw, offset_ptr(mLogK.iterator, at, BFloat16, 16), NORM_VALUES)
+
+    @cute.jit
+    def log_gate(
         self,
-        new,
-        mLogK: cute.Tensor,
+        raw: cute.Tensor,
+        base: cute.Pointer,
         mLogGate: cute.Tensor,
         thread: Int32,
         head: Int32,
-        column: Int32,
-        key_head: Int32,
-        logs_key: Boolean,
         log_out: Int64,
         length: Int32,
     ):
-        """Raw k and KDA's raw gate of the new tokens to the log, each by one block."""
-        raw_k, raw_gate = new[0], new[3]
-        hk, hv = cute.size(mLogK, mode=[3]), cute.size(mLogGate, mode=[3])
-        token, lane16 = thread // NORM_LANES, thread % NORM_LANES
-        if token < length:
-            if logs_key:
-                at = (log_out + token) * (hk * HEAD_DIM) + key_head * HEAD_DIM + lane16 * NORM_VALUES
-                store_vector(raw_k, offset_ptr(mLogK.iterator, at, BFloat16, 16), NORM_VALUES)
-            if const_expr(self.kda):
-                if column == 0:
-                    at = (log_out + token) * (hv * HEAD_DIM) + head * HEAD_DIM + lane16 * NORM_VALUES
-                    store_vector(raw_gate, offset_ptr(mLogGate.iterator, at, BFloat16, 16), NORM_VALUES)
+        """KDA's raw gate of the new tokens to the log, or GDN's decay by the thread that put it into a token's record."""
+        hv = cute.size(mLogGate, mode=[3])
+        if const_expr(self.kda):
+            token, inner = thread // NORM_LANES, head * HEAD_DIM + thread % NORM_LANES * NORM_VALUES
+            if token < length:
+                at = (log_out + token) * (hv * HEAD_DIM) + inner
+                store_vector(raw, offset_ptr(mLogGate.iterator, at, BFloat16, 16), NORM_VALUES)
+        else:
+            if thread < length:
+                decay = (base + (thread * self.block.record + self.block.at_scalars + 2)).load()
+                self.log_decay(decay, mLogGate, thread, head, log_out)
 
     def log_decay(self, decay, mLogGate, token, head, log_out):
         """GDN's decay of a new token to the log."""

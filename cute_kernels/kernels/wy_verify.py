@@ -30,7 +30,6 @@ Ids, counts, log and races: as in `recurrent_verify`, whose host function and ro
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32, const_expr
-from cutlass.cute.nvgpu import cpasync
 
 from ..configs.verify import MAX_TOKENS, VerifyKey, wy_regions
 from ..configs.verify import WY_OLD_STRIDE as OLD_STRIDE
@@ -38,7 +37,7 @@ from ..configs.verify import WY_OPERAND_STRIDE as OPERAND_STRIDE
 from ..device.arith import sigmoid
 from ..device.memory import load_vector, offset_ptr, smem_ptr, store_vector, zero_vector
 from ..device.predicated import load_half_where, load_into_where, load_words_where, zero_words
-from ..device.state_io import row_ptr, slot_ptr
+from ..device.state_io import row_ptr
 from ..device.token_step import HEAD_DIM, decay_factor
 from ..device.warp_ops import ldmatrix4, mma_16816, pack_bf16, unpack_bf16
 from ..device.wy_math import OWN, as_float, split_bf16, store_words, times, unit_lower_inverse, word_ptr
@@ -58,6 +57,7 @@ def log_at(first, token, width, inner):
 class WyVerify(WyTokens, recurrent_verify.RecurrentVerify):
     def __init__(self, key: VerifyKey):
         super().__init__(key)
+        self.landings = self.warps
         self.parts = 2 if self.kda else 1  # words of an operand: hi and lo, or exact
         self.at, self.words = {}, 0  # first word of each region
         for name, size in wy_regions(self.kda, self.warps).items():
@@ -108,6 +108,7 @@ class WyVerify(WyTokens, recurrent_verify.RecurrentVerify):
         new = self.new_registers()
         self.load_new(new, mQ, mK, mV, mGate, mBeta, tidx, head, key_head, start, length)
         parameters = self.load_parameters(mALog, mBias, tidx, head)
+        self.put_logged(smem[0], early, parameters, lower_bound, tidx, replayed)
         self.run_row(
             smem, early, new, parameters, (mState, mLogK, mLogU, mLogGate), (mOut,), tidx, head, key_head, l2norm, scale,
             lower_bound, write, reads, writes, logged, logs_key, log_out, start, length, replayed,
@@ -117,7 +118,7 @@ class WyVerify(WyTokens, recurrent_verify.RecurrentVerify):
         """Shared memory of a block: the regions' first word, the landing buffer and its barriers, one a warp."""
         smem = cutlass.utils.SmemAllocator()
         sLanding = smem.allocate_tensor(BFloat16, cute.make_layout(HEAD_DIM * HEAD_DIM), 128)
-        bars = smem.allocate_array(Int64, self.warps)
+        bars = smem.allocate_array(Int64, self.landings)
         return smem.allocate_tensor(Float32, cute.make_layout(self.words), 128).iterator, sLanding, bars
 
     def new_registers(self):
@@ -149,7 +150,7 @@ class WyVerify(WyTokens, recurrent_verify.RecurrentVerify):
         quad, l4 = lane // 4, lane % 4
         row = head * HEAD_DIM + warp * 16 + 2 * quad  # this lane's rows of V: row, row + 1
         channel = warp * 16 + OWN * l4  # its channels of token `quad`
-        self.land_rows(mState, sLanding, bars, read, reads, head, warp, lane)
+        self.land_rows(mState, sLanding, bars, read, reads, head * HEAD_DIM, tidx)
         rWords = cute.make_rmem_tensor(cute.make_layout(4), Uint32)
         self.load_u(rWords, mLogU, row, l4, log_in, replayed)
         rK, rGate = zero_words(OWN), zero_words(OWN)
@@ -273,7 +274,6 @@ class WyVerify(WyTokens, recurrent_verify.RecurrentVerify):
         quad, l4 = lane // 4, lane % 4
         row = head * HEAD_DIM + warp * 16 + 2 * quad
         hk, hv = cute.size(mLogK, mode=[3]), cute.size(mLogGate, mode=[3])
-        self.put_logged(base, early, parameters, lower_bound, tidx, replayed)
         if logged and quad < length:
             channel = warp * 16 + OWN * l4
             if logs_key:
@@ -304,70 +304,14 @@ class WyVerify(WyTokens, recurrent_verify.RecurrentVerify):
         norm = self.norm(base, l2norm, scale, lane)
         if (length > 0) & (warp == head % self.warps):
             self.solve(norm, base, lane)
-            cute.arch.barrier_arrive(barrier_id=SOLVED, number_of_threads=self.threads)
         landed = sLanding.iterator + ((warp * 16 + 2 * quad) * HEAD_DIM + l4 * 8)
         rDots = self.commit_and_dot(landed, rOldU, norm, base, replayed, quad, l4)
-        self.store_rows(mState, sLanding, write, writes, head, warp, lane)
+        cute.arch.fence_view_async_shared()
+        self.send_rows(mState, sLanding, write, writes, head * HEAD_DIM, warp, lane)
         if length > 0:
-            if warp != head % self.warps:
-                cute.arch.barrier(barrier_id=SOLVED, number_of_threads=self.threads)
+            cute.arch.barrier(barrier_id=SOLVED, number_of_threads=self.threads)
             self.finish(rDots, rV, norm, base, output, mLogU, row, lane, logged, log_out, start, length)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
-
-    @cute.jit
-    def land_rows(
-        self,
-        mState: cute.Tensor,
-        sLanding: cute.Tensor,
-        bars: cute.Pointer,
-        read: Int32,
-        reads: Boolean,
-        head: Int32,
-        warp: Int32,
-        lane: Int32,
-    ):
-        """A warp starts the copy of its 16 rows; the barrier behind the prologue shows the others nothing they need."""
-        size = 16 * HEAD_DIM
-        if lane == 0:
-            cute.arch.mbarrier_init(bars + warp, 1)
-            cute.arch.mbarrier_init_fence()
-            if reads:
-                atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), BFloat16, num_bits_per_copy=size * 16)
-                cute.arch.mbarrier_arrive_and_expect_tx(bars + warp, size * 2)
-                source = slot_ptr(mState, read, (head * HEAD_DIM + warp * 16) * HEAD_DIM)
-                cute.copy(
-                    atom,
-                    cute.make_tensor(source, cute.make_layout(size)),
-                    cute.make_tensor(sLanding.iterator + warp * size, cute.make_layout(size)),
-                    mbar_ptr=bars + warp,
-                )
-        if not reads:
-            for i in cutlass.range_constexpr(size // 256):
-                target = smem_ptr(sLanding.iterator, warp * size + (i * 32 + lane) * 8, BFloat16, 16)
-                store_vector(zero_vector(BFloat16, 8), target, 8)
-
-    @cute.jit
-    def store_rows(
-        self,
-        mState: cute.Tensor,
-        sLanding: cute.Tensor,
-        write: Int32,
-        writes: Boolean,
-        head: Int32,
-        warp: Int32,
-        lane: Int32,
-    ):
-        """A warp starts the copy of its 16 rows, as they stand in shared memory, to the write slot."""
-        size = 16 * HEAD_DIM
-        cute.arch.fence_view_async_shared()
-        cute.arch.sync_warp()
-        if (lane == 0) & writes:
-            atom = cute.make_copy_atom(cpasync.CopyBulkS2GOp(), BFloat16, num_bits_per_copy=size * 16)
-            target = slot_ptr(mState, write, (head * HEAD_DIM + warp * 16) * HEAD_DIM)
-            layout = cute.make_layout(size)
-            part = cute.make_tensor(sLanding.iterator + warp * size, layout)
-            cute.copy(atom, part, cute.make_tensor(target, layout))
-            cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
     def load_u(self, rU: cute.Tensor, mLogU: cute.Tensor, row: Int32, l4: Int32, log_in: Int64, replayed: Int32):
