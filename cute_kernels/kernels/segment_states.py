@@ -1,8 +1,9 @@
 """States between the segments of long rows: S <- S A + N, segment after segment, in fp32.
 
 A row of the state [V, K] meets A [K, K] alone, so a block takes some V rows of one head, 16 or 8, through all segments. Thread
-(column k, half of the contraction) holds 64 entries of column k of A in registers, those of the next segment under way; the rows
-are broadcast from shared memory; the two halves exchange their sums there, and each finishes half of the rows.
+(column k, quarter of the contraction) holds 32 entries of column k of A in registers, and loads the next segment's as they are
+used up; the rows are broadcast from shared memory; the quarters exchange their sums there, and each finishes a quarter of the
+rows. The kernel may be launched while transitions run and waits for their end, as what follows may for its own.
 
 Arguments of the compiled function: work [slots, HV*128*128] fp32, cu_seqlens [N + 1] int32, hv, parts, long_rows, long_length
 int32. Of long row i and segment s, slot 2 (i (parts - 1) + s) holds N and the next one A; N of segment 0 is already the state
@@ -21,8 +22,10 @@ from ..device.prefill_schedule import find_long_row
 from ..device.state_io import row_ptr
 from ..device.warp_ops import load_shared, store_shared
 
-BATCH = HEAD // 2
-THREADS = 2 * HEAD
+QUARTERS = 4
+BATCH = HEAD // QUARTERS
+THREADS = QUARTERS * HEAD
+RELOADED = 16  # entries that the next segment's replace together, once they are used up
 
 
 class SegmentStates:
@@ -45,7 +48,7 @@ class SegmentStates:
         @cute.struct
         class Storage:
             state: cute.struct.Align[
-                cute.struct.MemRange[Float32, 2 * self.rows * HEAD], 128
+                cute.struct.MemRange[Float32, (1 + QUARTERS) * self.rows * HEAD], 128
             ]  # rows, then sums exchanged
 
         self.storage = Storage
@@ -56,10 +59,13 @@ class SegmentStates:
             max_number_threads=[THREADS, 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
     def kernel(self, mWork: cute.Tensor, mCu: cute.Tensor, parts: Int32, long_length: Int32):
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
         thread, _, _ = cute.arch.thread_idx()
         head, block, index = cute.arch.block_idx()
         storage = cutlass.utils.SmemAllocator().allocate(self.storage)
@@ -69,13 +75,15 @@ class SegmentStates:
 
     @cute.jit
     def compose(self, mWork, parts, thread, head, block, index, buffer):
-        column, half = thread % HEAD, thread // HEAD
+        column, quarter = thread % HEAD, thread // HEAD
+        own = self.rows // QUARTERS
         exchange = buffer + self.rows * HEAD * 4
         first = 2 * index * (parts - 1)
-        own = self.rows // 2
-        rows = head * STATE_ELEMENTS + (block * self.rows + half * own) * HEAD + column
-        matrix = head * STATE_ELEMENTS + half * BATCH * HEAD + column
-        mine = buffer + (half * own * HEAD + column) * 4
+        rows = head * STATE_ELEMENTS + (block * self.rows + quarter * own) * HEAD + column
+        matrix = head * STATE_ELEMENTS + quarter * BATCH * HEAD + column
+        mine = buffer + (quarter * own * HEAD + column) * 4
+        given = exchange + (quarter * own * HEAD + column) * 4
+        taken = exchange + (quarter * self.rows * HEAD + column) * 4
         state = self.column_of(mWork, first, rows, own)
         entries = self.column_of(mWork, first + 3, matrix, BATCH)
         for segment in cutlass.range(1, parts - 1, unroll=1):
@@ -83,26 +91,28 @@ class SegmentStates:
             for v in cutlass.range_constexpr(own):
                 store_shared(mine + v * HEAD * 4, state[v])
             cute.arch.sync_threads()
-            following = self.column_of(mWork, cutlass.min(slot + 3, first + 2 * parts - 3), matrix, BATCH)
-            added = self.column_of(mWork, slot, rows, own)
+            following = cutlass.min(slot + 3, first + 2 * parts - 3)
             sums = [Float32(0.0)] * self.rows
             for m in cutlass.range_constexpr(0, BATCH, 4):
                 for v in cutlass.range_constexpr(self.rows):
-                    old = load_shared(buffer + (v * HEAD + half * BATCH + m) * 4, 4)
+                    old = load_shared(buffer + (v * HEAD + quarter * BATCH + m) * 4, 4)
                     for e in cutlass.range_constexpr(4):
                         sums[v] = sums[v] + old[e] * entries[m + e]
-            # The later rows belong to the upper half of the threads: each gives the other its share of the other's rows.
-            for v in cutlass.range_constexpr(own):
-                given = sums[own + v] if half == 0 else sums[v]
-                store_shared(exchange + ((1 - half) * own * HEAD + v * HEAD + column) * 4, given)
+                used = m + 4
+                if cutlass.const_expr(used % RELOADED == 0):
+                    later = self.column_of(mWork, following, matrix + (used - RELOADED) * HEAD, RELOADED)
+                    for e in cutlass.range_constexpr(RELOADED):
+                        entries[used - RELOADED + e] = later[e]
+            added = self.column_of(mWork, slot, rows, own)
+            # To the quarter that finishes a row go the sums of all four, in one fixed order.
+            for v in cutlass.range_constexpr(self.rows):
+                store_shared(given + (v // own * self.rows + v % own) * HEAD * 4, sums[v])
             cute.arch.sync_threads()
             for v in cutlass.range_constexpr(own):
-                taken = load_shared(exchange + (half * own * HEAD + v * HEAD + column) * 4, 1)
-                kept = sums[v] if half == 0 else sums[own + v]
-                state[v] = kept + taken + added[v]
+                parts_of_sum = [load_shared(taken + (q * own + v) * HEAD * 4, 1) for q in range(QUARTERS)]
+                total = (parts_of_sum[0] + parts_of_sum[1]) + (parts_of_sum[2] + parts_of_sum[3])
+                state[v] = total + added[v]
                 cute.make_tensor(row_ptr(mWork, slot, rows + v * HEAD, 4), cute.make_layout(1))[0] = state[v]
-            for m in cutlass.range_constexpr(BATCH):
-                entries[m] = following[m]
 
     def column_of(self, mWork, slot, start, count):
         """`count` values of the thread's column, a state row apart."""
