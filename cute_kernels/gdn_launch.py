@@ -9,7 +9,16 @@ import torch
 
 from .checkpoints import Checkpoints
 from .compile.cache import jit_cache
-from .configs.gdn_records import RECORD_BYTES, GdnRecordsKey, GdnRecurrenceKey, recurrence_slabs, takes_records
+from .configs.gdn_records import (
+    MOST_ROWS,
+    NO_ROW,
+    RECORD_BYTES,
+    GdnRecordsKey,
+    GdnRecurrenceKey,
+    parts_from_records,
+    recurrence_slabs,
+    takes_records,
+)
 from .configs.prefill import (
     LONG_LENGTH,
     GdnPrefillKey,
@@ -56,48 +65,65 @@ def launch_chunked(
     fewer than `min_tokens` tokens is read or written, nor are rows of `out` beyond `cu_seqlens[N]`. Rows of `long_length`
     tokens or more run in parts (`kernels/gdn_prefill.py`), which takes a workspace of 128 KiB a head and inner segment; how
     many there may be follows from shapes alone. `slabs` is that of `GdnPrefillKey`, by default what ends soonest; `records` says
-    whether records are made first, which takes a workspace of 17.6 KiB a chunk and head. Neither changes a bit.
+    whether records are made first, which takes a workspace of 17.6 KiB a chunk and head, for at most 32 sequences.
+    Neither changes a bit.
     """
     tokens, hk, width = q.shape
     hv, rows = v.shape[1], read_ids.shape[0]
     entries = 0 if checkpoints is None else checkpoints.ends.shape[0]
     plan = (checkpoints.cu, checkpoints.ends, checkpoints.slots) if checkpoints and entries else (cu_seqlens,) * 3
-    parts = parts_of_long_rows(hv)
-    long_rows = min(tokens // long_length, rows) if parts > 1 else 0
-    # As if all rows were of one length: what is known without reading it.
-    chains, states = rows * (parts if long_rows == rows else 1), long_rows * (2 * parts - 3)
     chunk_slots = tokens // CHUNK + rows + entries
     if records is None:
         records = takes_records(chunk_slots, hv, rows)
+    records = records and rows <= MOST_ROWS
+    parts = parts_from_records(hv) if records else parts_of_long_rows(hv)
+    long_rows = min(tokens // long_length, rows) if parts > 1 else 0
     if tokens == 0:  # states still move between slots; the loads of a chunk without tokens need an address
         q, k, v, out = (x.new_zeros(1, *x.shape[1:]) for x in (q, k, v, out))
         a, b = (x.new_zeros(1, hv) for x in (a, b))
-    inner = 2 * long_rows * (parts - 1)
-    work = torch.empty(max(inner, 1), state[0].numel() if inner else 4, dtype=torch.float32, device=q.device)
+    states = 2 * long_rows * (parts - 1)
+    work = torch.empty(max(states, 1), state[0].numel() if states else 4, dtype=torch.float32, device=q.device)
     name = STATE_NAMES[state.dtype]
     q, k, v, target = (_rows(x) for x in (q, k, v, out))
     places = (state.flatten(1), read_ids, write_ids, cu_seqlens, *plan, target, work)
     sizes, l2norm = (hk, hv, state.shape[0], int(entries > 0)), int(qk_l2norm)
     cut = (min_tokens, long_rows, long_length, parts)
     scale = width**-0.5 if scale is None else scale
+
+    def compose(heads: int) -> None:
+        segment_states(SegmentStatesKey(composed_rows(heads)))(work, cu_seqlens, hv, parts, long_rows, long_length)
+
     if records:
         made = torch.empty(chunk_slots * hv, RECORD_BYTES // 4, dtype=torch.int32, device=q.device)
+        # Rows that may be long count where all may be, two as one: more is not known without reading lengths.
+        heads = hv * -(-long_rows // 2) if long_rows == rows else hv
+        inner = heads * max(2 * parts - 4, 0)
+        first = slabs or recurrence_slabs(hv * rows, inner if long_rows == rows else 0)
         gdn_records(GdnRecordsKey())(
-            q, k, a, b, A_log, dt_bias, cu_seqlens, *plan, made, *sizes, l2norm, min_tokens, scale
-        )
-    for transition, items in ((True, states), (False, chains)):
+            q, k, a, b, A_log, dt_bias, cu_seqlens, *plan, made, *sizes, l2norm, min_tokens,
+            long_length if long_rows else NO_ROW, parts, 3 - first, hv // hk, scale,
+        )  # fmt: skip
+
+        def recur(transition: bool, half: Literal[1, 2], later: int) -> None:
+            gdn_recurrence(GdnRecurrenceKey(name, transition, slabs or half))(
+                q, k, v, *places, made, *sizes, *cut, later
+            )
+
+        recur(False, first, 0)
+        if long_rows:
+            recur(True, recurrence_slabs(inner, hv * rows * (3 - first)), 0)
+            compose(heads)
+            recur(False, recurrence_slabs(heads * (parts - 1)), 1)
+        return
+    # As if all rows were of one length: what is known without reading it.
+    chains = rows * (parts if long_rows == rows else 1)
+    for transition, items in ((True, long_rows * (2 * parts - 3)), (False, chains)):
         if items == 0:
             continue
-        if records:
-            key = GdnRecurrenceKey(name, transition, slabs or recurrence_slabs(hv * items))
-            gdn_recurrence(key)(q, k, v, *places, made, *sizes, *cut)
-        else:
-            chunk = GdnPrefillKey(name, transition, slabs or slabs_per_block(hv * items))
-            gdn_prefill(chunk)(q, k, v, a, b, A_log, dt_bias, *places, *sizes, l2norm, *cut, scale)
+        chunk = GdnPrefillKey(name, transition, slabs or slabs_per_block(hv * items))
+        gdn_prefill(chunk)(q, k, v, a, b, A_log, dt_bias, *places, *sizes, l2norm, *cut, scale)
         if transition and parts > 2:
-            segment_states(SegmentStatesKey(composed_rows(hv * long_rows)))(
-                work, cu_seqlens, hv, parts, long_rows, long_length
-            )
+            compose(hv * long_rows)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

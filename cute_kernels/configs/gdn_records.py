@@ -10,9 +10,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..compile.manifest import Entry, ResourceBudget
-from .prefill import MULTIPROCESSORS, StateDtype
+from .prefill import MULTIPROCESSORS, StateDtype, parts_of_long_rows
 
 RECORD_BYTES = 18_048  # T', P and the vectors of one chunk and value head, see device/gdn_records.py
+MOST_ROWS = 32  # of a call that makes records: a lane of a warp holds one, see device/gdn_chains.py
+MOST_HEADS = 96  # of all rows of such a call
+NO_ROW = 2**31 - 1  # tokens that no row has
 WORKSPACE_BYTES = 1 << 29  # most that a call may take for records
 CHUNK_US = {1: 1.2, 2: 1.7}  # of the recurrence, of a block with half a head and with a whole one
 
@@ -42,19 +45,34 @@ class GdnRecurrenceKey:
 
 
 def takes_records(slots: int, heads: int, rows: int) -> bool:
-    """Whether a call of so many rows makes records first; a function of shapes alone, both forms give the same bits.
+    """Whether a call of so many rows makes records; a function of shapes alone, both forms give the same bits.
 
-    It pays while every half of a head has a multiprocessor: 64 heads of all rows end in 0.75 of the time of one launch, 128 in
-    1.0 to 1.1 of it. Rows in parts count once: their records serve the transitions too.
+    64 heads of all rows end in 0.75 of the time of one launch, 96 of two rows of unlike lengths in 0.66, 128 in 1.0 to 1.1 of
+    it. Rows in parts count once: their records serve the transitions too.
 
     slots: chunk slots of a head. heads: value heads.
     """
-    return slots * heads * RECORD_BYTES <= WORKSPACE_BYTES and 2 * rows * heads <= MULTIPROCESSORS
+    fits = slots * heads * RECORD_BYTES <= WORKSPACE_BYTES and rows <= MOST_ROWS
+    return fits and rows * heads <= MOST_HEADS
 
 
-def recurrence_slabs(items: int) -> Literal[1, 2]:
-    """Half a head a block where that ends sooner for so many items of whole heads; a function of shapes alone."""
-    halves, wholes = (-(-items * n // MULTIPROCESSORS) * CHUNK_US[3 - n] for n in (2, 1))
+def parts_from_records(hv: int) -> int:
+    """Segments of a long row where records are made; bits are those of `parts_of_long_rows`.
+
+    Of two segments the first one's end state is handed on unrounded, which the chain of an uncut row does as well, and its
+    second half would not end sooner.
+    """
+    parts = parts_of_long_rows(hv)
+    return parts if parts > 2 else 1
+
+
+def recurrence_slabs(items: int, taken: int = 0) -> Literal[1, 2]:
+    """Half a head a block where that ends sooner for so many items of whole heads; a function of shapes alone.
+
+    `taken` multiprocessors have other work.
+    """
+    left = max(MULTIPROCESSORS - taken, 1)
+    halves, wholes = (-(-items * n // left) * CHUNK_US[3 - n] for n in (2, 1))
     return 1 if halves < wholes else 2
 
 

@@ -4,6 +4,7 @@ A *record* is what a chunk contributes to one value head's recurrence beside K, 
 
     T', P    fp16 [64 x 64] each, swizzled tiles
     vectors  the stage's vectors from REST to DECAY (`device/prefill_gdn_rows.py`)
+    flag     a word that is set when the rest is there (`device/record_flags.py`)
 
 Records are addressed by chunk slots. A row's chunks are those of `device/prefill_schedule.next_chunk`: they end at every multiple
 of 64 tokens, at every kept state (a *cut* where that is off the grid) and at the row's end, and lie in its slots in order. Rows
@@ -13,23 +14,34 @@ have at least as many slots as they can have chunks, by a closed form of their b
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
+from cutlass.cute.nvgpu import cpasync
 
 from ..configs.gdn_records import RECORD_BYTES
 from .kda_layout import first_slot
 from .prefill_gdn_rows import DECAY, REST
-from .prefill_layout import CHUNK, TILE_BYTES
+from .prefill_layout import CHUNK, HEAD, TILE_BYTES
 from .state_io import slot_is_valid
 
 P_OFFSET = TILE_BYTES
 VECTOR_OFFSET = 2 * TILE_BYTES
 KEPT_VECTOR = REST  # first vector of a stage that the recurrence needs
 KEPT_BYTES = DECAY + 16 - REST
-assert VECTOR_OFFSET + KEPT_BYTES <= RECORD_BYTES
+FLAG_OFFSET = VECTOR_OFFSET + KEPT_BYTES
+assert FLAG_OFFSET + 4 <= RECORD_BYTES
 
 
 def record_address(mRecords, slot, heads, head):
     """Global address of the record of a chunk slot and value head."""
     return mRecords.iterator.toint() + (Int64(slot) * Int64(heads) + Int64(head)) * RECORD_BYTES
+
+
+@cute.jit
+def load_tile(tma, gX, sX, token, column, stage, full, width: cutlass.Constexpr = HEAD):
+    """One warp: start the TMA load of a tile of gX, 64 rows from (token, column) on, into a stage with barrier `full`."""
+    tile = cute.local_tile(cute.domain_offset((token, column), gX), (CHUNK, width), (0, 0))
+    one = cute.make_layout(1)
+    target, source = cpasync.tma_partition(tma, 0, one, cute.group_modes(sX, 0, 2), cute.group_modes(tile, 0, 2))
+    cute.copy(tma, source, target[None, stage], tma_bar_ptr=full)
 
 
 @cute.jit

@@ -35,6 +35,7 @@ class Flag(enum.IntFlag):
     WORKSPACE = 8  # the state to load is in the workspace, not in the pool
     IDENTITY = 16  # the state starts as the identity and the values are zero: the segment's transition
     KEEP_START = 32  # copy the loaded state to the workspace
+    HANDS_ON = 64  # the state is stored to the workspace, not to the pool
 
 
 class Field(enum.IntEnum):

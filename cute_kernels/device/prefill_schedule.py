@@ -100,18 +100,19 @@ def next_row(
     base: Int32,
     seen: Int32,
     lane: Int32,
-    transition: cutlass.Constexpr,
+    each: Int32,
+    others: cutlass.Constexpr | Int32,
 ):
     """The row of the item of a rank, or -1, and the item's place among the row's; all lanes of one warp.
 
-    A row of `long_length` tokens or more is `parts` items (in a transition launch 2 parts - 3), another of at least `min_tokens`
-    one (there none). Items come by classes of their own lengths, of a long row's segments the mean, longest first: a class is a
-    range of lengths twice as long as it is short (`FIRST_CLASS` tokens and more, …, the rest); within one, rows keep their order.
-    `length_class`, `base`, `seen` are where the search stands: before row `base` of the class there are `seen` ranks. Start from
-    zeros, ask for ascending ranks, and hand back what is returned after the place.
+    A row of `long_length` tokens or more is `each` items, another of at least `min_tokens` one (none where `others` is 0). Items
+    come by classes of their own lengths, of a long row's segments the mean, longest first: a class is a range of lengths twice as
+    long as it is short (`FIRST_CLASS` tokens and more, …, the rest); within one, rows keep their order. `length_class`, `base`,
+    `seen` are where the search stands: before row `base` of the class there are `seen` ranks. Start from zeros, ask for ascending
+    ranks, and hand back what is returned after the place.
     """
     found, place = Int32(-1), Int32(0)
-    extra = 2 * parts - 4 if transition else parts - 1
+    extra = each - 1
     while (found < 0) & (length_class < CLASSES):
         i = base + lane
         inside = i < rows
@@ -123,8 +124,7 @@ def next_row(
             shortest = (Int32(FIRST_CLASS) >> length_class) * pieces
             inside = (length >= min_tokens) & ((length_class == 0) | (length < 2 * shortest))
             inside = inside & ((length_class == CLASSES - 1) | (length >= shortest))
-            if cutlass.const_expr(transition):
-                inside = inside & is_long
+            inside = inside & (is_long | (others != 0))
             is_long = inside & is_long
         mask = cute.arch.vote_ballot_sync(inside)
         long_mask = cute.arch.vote_ballot_sync(is_long)

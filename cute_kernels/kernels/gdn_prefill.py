@@ -380,7 +380,7 @@ class GdnPrefill:
             dealt = turn * step + (item if turn % 2 == 0 else mirrored)
             sequence, place, length_class, base, seen = next_row(
                 dealt // hv, mCuSeqlens, cute.size(mReadIds), min_tokens, long_length, parts, length_class, base, seen, lane,
-                self.key.transition,
+                2 * parts - 3 if self.key.transition else parts, 0 if self.key.transition else 1,
             )  # fmt: skip
             flags, position, stop, read, write, last_flag = (Int32(int(Flag.STOP)), *(Int32(0) for _ in range(5)))
             if sequence >= 0:

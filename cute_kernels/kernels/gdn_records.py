@@ -1,34 +1,59 @@
-"""Records of GDN prefill: everything of a chunk that does not depend on the state, for all chunks at once, on the whole chip.
+"""Records of GDN prefill: everything of a chunk that does not depend on the state, for all chunks, beside their recurrence.
 
-A block is one warpgroup; three stay on a multiprocessor, each with an equal run of (chunk slot, value head) items, heads inside.
-Of an item it computes T', P and the vectors of `device/gdn_records.py` by the functions, and so with the bits, of the roles of
+A block stays on its multiprocessor. Each of its three warpgroups, the *workers*, takes units of its own, one chunk with
+`together` value heads, in the order in which the recurrence needs them (`device/gdn_chains.py`). Of an item, one head of a unit,
+it computes T', P and the vectors of `device/gdn_records.py` by the functions, and so with the bits, of the roles of
 `kernels/gdn_prefill.py`:
 
     of a key head   TMA of K and Q, squares of query rows, K K^T, Q K^T, norms; the products stay in registers for its value heads
     all             vectors, L, substitution, merges, P
     warp 3          gates of the next item while the others merge, from a and b loaded an item ahead
-    warp 2          record to global memory by bulk stores
+    warp 2          record to global memory by bulk stores; its flag while the next item is made
 
-`kernels/gdn_recurrence.py` walks them. Rows of fewer than `min_tokens` tokens have no chunk.
+`kernels/gdn_recurrence.py` walks the records. It starts when the flags are cleared and finds the multiprocessors that it wants
+left over: a block here is one multiprocessor's, where smaller blocks would be spread over all of them, and blocks that the
+recurrence is to replace leave early. Rows of fewer than `min_tokens` tokens have no chunk; there are at most 32 rows.
 
 Arguments of the compiled function, in order: q, k, a, b, A_log, dt_bias, cu_seqlens, checkpoint_cu, checkpoint_ends,
 checkpoint_slots as in `kernels/gdn_prefill.py`, and
     records [slots * HV, RECORD_BYTES / 4]   int32
-    hk, hv, num_slots, has_checkpoints, l2norm, min_tokens   int32
+    hk, hv, num_slots, has_checkpoints, l2norm, min_tokens, long_length, parts   int32
+    width, together                          int32: blocks of a first chain (0: they wait for all records), heads of a unit
     scale                                    fp32
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32
+from cutlass import BFloat16, Float32, Int32, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils import hopper_helpers
 
 from ..compile.cache import cute_compile
 from ..compile.fake import fake_ids, fake_matrix, fake_rows, fake_stream, fake_vector
 from ..configs.gdn_records import RECORD_BYTES
-from ..device.gdn_records import KEPT_BYTES, KEPT_VECTOR, P_OFFSET, VECTOR_OFFSET, chunk_at, record_address
-from ..device.kda_layout import first_slot, row_of_slot
+from ..device.gdn_chains import (
+    ENTRY,
+    FIRST_SLOT,
+    LINE_BYTES,
+    PLAN_BYTES,
+    TABLE_BYTES,
+    deal,
+    following_unit,
+    shares,
+    span_of_unit,
+    write_rows,
+)
+from ..device.gdn_records import (
+    FLAG_OFFSET,
+    KEPT_BYTES,
+    KEPT_VECTOR,
+    P_OFFSET,
+    VECTOR_OFFSET,
+    chunk_at,
+    load_tile,
+    record_address,
+)
+from ..device.memory import SMEM
 from ..device.prefill_gdn_inverse import merge_halves, scratch_address, solve_halves
 from ..device.prefill_gdn_rows import (
     BETA,
@@ -51,10 +76,18 @@ from ..device.prefill_pairs import (
     write_lower,
     write_weights,
 )
+from ..device.record_flags import clear_flag, publish_bulk, start_recurrence
 from ..device.warp_ops import load_shared, store_shared
 
-THREADS = 128
-BLOCKS = 3 * 132  # resident on the chip at once
+WORKERS = 3  # of a block
+THREADS = 128  # of a worker
+# A worker's shared memory: K, Q, T', P, work matrix, vectors of two items, squares.
+PAIR_TILES = 2 * OPERAND_BYTES
+LOWER = PAIR_TILES + 2 * TILE_BYTES
+VECTORS = LOWER + CHUNK * LOWER_PITCH
+SQUARES = VECTORS + 2 * VECTOR_BYTES
+WORKER_BYTES = -(-(SQUARES + 4 * CHUNK) // 1024) * 1024
+BLOCKS = 132  # resident on the chip at once
 LOADER, STORER, GATES = 1, 2, 3  # warps
 
 
@@ -84,6 +117,10 @@ class GdnRecords:
         has_checkpoints: Int32,
         l2norm: Int32,
         min_tokens: Int32,
+        long_length: Int32,
+        parts: Int32,
+        width: Int32,
+        together: Int32,
         scale: Float32,
         stream,
     ):
@@ -100,24 +137,22 @@ class GdnRecords:
 
         @cute.struct
         class Storage:
-            sK: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(input_layout)], 1024]
-            sQ: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(input_layout)], 1024]
-            pairs: cute.struct.Align[cute.struct.MemRange[Uint32, 2 * TILE_BYTES // 4], 1024]  # T', P
-            vectors: cute.struct.Align[cute.struct.MemRange[Float32, 2 * VECTOR_BYTES // 4], 128]
-            lower: cute.struct.Align[cute.struct.MemRange[Float16, CHUNK * LOWER_PITCH // 2], 128]
-            squares: cute.struct.Align[cute.struct.MemRange[Float32, CHUNK], 128]
-            loaded: cute.struct.MemRange[cutlass.Int64, 1]
+            workers: cute.struct.Align[cute.struct.MemRange[Uint32, WORKERS * WORKER_BYTES // 4], 1024]
+            rows: cute.struct.Align[cute.struct.MemRange[Int32, TABLE_BYTES // 4], 128]
+            plan: cute.struct.Align[cute.struct.MemRange[Int32, 4 + WORKERS * PLAN_BYTES // 4], 16]
+            loaded: cute.struct.MemRange[cutlass.Int64, WORKERS]
 
         self.storage = Storage
         items = cute.size(mRecords, mode=[0])
         self.kernel.set_name_prefix(self.key.symbol(), remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(
             tma_q, gQ, tma_k, gK, mA, mB, mALog, mDtBias, mCuSeqlens, mKeptCu, mKeptEnds, mKeptSlots, mRecords, hk, hv, num_slots,
-            has_checkpoints, l2norm, min_tokens, scale, pair_mma, input_layout,
+            has_checkpoints, l2norm, min_tokens, long_length, parts, width, together, scale, pair_mma, input_layout,
         ).launch(
             grid=[cutlass.min(items, Int32(BLOCKS)), 1, 1],
-            block=[THREADS, 1, 1],
-            max_number_threads=[3 * THREADS, 1, 1],  # caps registers so that three blocks fit a multiprocessor
+            block=[WORKERS * THREADS, 1, 1],
+            max_number_threads=[WORKERS * THREADS, 1, 1],
+            min_blocks_per_mp=1,
             stream=stream,
         )  # fmt: skip
 
@@ -143,6 +178,10 @@ class GdnRecords:
         has_checkpoints: Int32,
         l2norm: Int32,
         min_tokens: Int32,
+        long_length: Int32,
+        parts: Int32,
+        width: Int32,
+        together: Int32,
         scale: Float32,
         pair_mma: cute.TiledMma,
         input_layout: cute.ComposedLayout,
@@ -150,31 +189,54 @@ class GdnRecords:
         tidx, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
+        worker = cute.arch.make_warp_uniform(tidx // THREADS)
+        tidx = tidx % THREADS
         warp = cute.arch.make_warp_uniform(tidx // 32)
         lane = tidx % 32
         storage = cutlass.utils.SmemAllocator().allocate(self.storage)
-        sK = storage.sK.get_tensor(input_layout.outer, swizzle=input_layout.inner)
-        sQ = storage.sQ.get_tensor(input_layout.outer, swizzle=input_layout.inner)
-        loaded = storage.loaded.data_ptr()
+        base = storage.workers.data_ptr().toint() + worker * WORKER_BYTES
+        sK, sQ = (
+            cute.make_tensor(
+                cute.recast_ptr(
+                    cute.make_ptr(BFloat16, address, SMEM, assumed_align=1024), input_layout.inner, BFloat16
+                ),
+                input_layout.outer,
+            )
+            for address in (base, base + OPERAND_BYTES)
+        )
+        loaded = storage.loaded.data_ptr() + worker
+        table, plan = storage.rows.data_ptr().toint(), storage.plan.data_ptr().toint()
         if tidx == 0:
             cute.arch.mbarrier_init(loaded, 1)
             cute.arch.mbarrier_init_fence()
-        k_tile, q_tile = storage.sK.data_ptr().toint(), storage.sQ.data_ptr().toint()
-        t_tile = storage.pairs.data_ptr().toint()
-        p_tile, lower = t_tile + TILE_BYTES, storage.lower.data_ptr().toint()
-        vector_base, squares = storage.vectors.data_ptr().toint(), storage.squares.data_ptr().toint()
+        k_tile, q_tile, t_tile, p_tile = (
+            base + offset for offset in (0, OPERAND_BYTES, PAIR_TILES, PAIR_TILES + TILE_BYTES)
+        )
+        lower, vector_base, squares = base + LOWER, base + VECTORS, base + SQUARES
+        if (worker == 0) & (warp == 0):
+            steps, chunks, longest, alike, cuts = write_rows(
+                table, mCuSeqlens, mKeptCu, has_checkpoints, min_tokens, long_length, parts, lane
+            )
+            stay, early = shares(steps, chunks, longest, alike, cuts, hv, width, blocks)
+            if lane == 0:
+                store_shared(plan, steps, chunks, stay, early)
         # Blocks of T' and P above the diagonal are zero and no one writes them.
         zero = Uint32(0)
         for i in cutlass.range_constexpr(2 * TILE_BYTES // 16 // THREADS):
             store_shared(t_tile + (i * THREADS + tidx) * 16, zero, zero, zero, zero)
         cute.arch.sync_threads()
 
-        items = Int64(cute.size(mRecords, mode=[0]))
-        item, stop = Int32(items * Int64(block) // Int64(blocks)), Int32(items * Int64(block + 1) // Int64(blocks))
-        lists = (mCuSeqlens, mKeptCu, mKeptEnds, mKeptSlots, hv, num_slots, has_checkpoints, min_tokens, lane)
+        own_plan = plan + 16 + worker * PLAN_BYTES
+        if tidx == 0:
+            deal(plan, own_plan, worker, WORKERS, block, blocks, hv, together)
+        self.join_worker(worker)
+        self.clear_flags(mRecords, table, own_plan, hv, together, warp, lane)
+        start_recurrence()
+
+        lists = (mKeptEnds, mKeptSlots, num_slots, table, own_plan, hv, together, lane)
         gates = (mA, mB, mALog, mDtBias)
-        item, slot, token, count = self.next_chunk(item, stop, Int32(-1), Int32(0), Int32(0), *lists)
-        head, group = item - slot * hv, hv // hk
+        group = hv // hk
+        unit, left, slot, token, count, head = self.next_item(Int32(-1), *[Int32(0)] * 5, *lists)
         thread = pair_mma.get_slice(tidx)
         left_k = pair_mma.make_fragment_A(thread.partition_A(sK))
         left_q = pair_mma.make_fragment_A(thread.partition_A(sQ))
@@ -185,21 +247,23 @@ class GdnRecords:
         qk.fill(0.0)
         rows = 16 * warp
         raw, logit, bias, log_rate = [Float32(0.0)] * 2, [Float32(0.0)] * 2, Float32(0.0), Float32(0.0)
-        if item < stop:
+        if count >= 0:
             if warp == LOADER:
                 self.load_inputs(tma_q, gQ, tma_k, gK, sQ, sK, token, head // group, loaded)
             if warp == GATES:
                 raw, logit, bias, log_rate = self.load_gates(*gates, token, count, head, lane)
                 rate = -cute.math.exp(log_rate, fastmath=True)
                 write_gates(raw, logit, bias, rate, count, vector_base, lane)
-        next_item, next_slot, next_token, next_count = self.next_chunk(item + 1, stop, slot, token, count, *lists)
-        next_head = next_item - next_slot * hv
-        if (warp == GATES) & (next_item < stop):
+        unit, left, next_slot, next_token, next_count, next_head = self.next_item(
+            unit, left, slot, token, count, head, *lists
+        )
+        if (warp == GATES) & (next_count >= 0):
             raw, logit, bias, log_rate = self.load_gates(*gates, next_token, next_count, next_head, lane)
         fresh, parity, place = Int32(1), Int32(0), Int32(0)
         factors = [Float32(0.0)] * 2
         query_factor = Float32(0.0)
-        while item < stop:
+        made = Int32(-1)  # record that the flag is to be set of
+        while count >= 0:
             vector = vector_base + place * VECTOR_BYTES
             other = vector_base + (place ^ 1) * VECTOR_BYTES
             if fresh != 0:
@@ -211,7 +275,7 @@ class GdnRecords:
                 write_squares(q_tile, squares, rows, 16, lane)
                 query_factor = load_shared(squares + (rows + (lane & 15)) * 4, 1)
                 query_factor = inverse_norm(query_factor, rows + (lane & 15) < count, l2norm) * scale
-                cute.arch.sync_threads()
+                self.join_worker(worker)
                 warpgroup.fence()
                 for k in cutlass.range_constexpr(HEAD // 16):
                     pair_mma.set(warpgroup.Field.ACCUMULATE, k != 0)
@@ -222,45 +286,54 @@ class GdnRecords:
                 warpgroup.commit_group()
                 warpgroup.wait_group(0)
                 factors = key_norms(diagonal_block(kk, warp), warp, lane, count, l2norm)
-            if warp == STORER:
-                # The record before has been read out: its tiles and vectors may be written again.
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
+            if (warp == STORER) & (lane == 0) & (made >= 0):
+                # The record before has left: its tiles and vectors may be written again.
+                publish_bulk(record_address(mRecords, made, 1, 0) + FLAG_OFFSET)
             diagonal = diagonal_block(kk, warp)
             write_key_vectors(factors, vector, warp, lane)
             if lane < 16:
                 at = vector + (rows + lane) * 4
                 store_shared(at + O_FACTOR, query_factor * load_shared(at + GROWN, 1))
                 store_shared(at + P_ROW, query_factor)
-            cute.arch.sync_threads()
+            self.join_worker(worker)
             # K and Q have been read: the next key head's may come, a whole item ahead where heads share them.
             key_head, next_key_head = head // group, next_head // group
             fresh = Int32(0) if (next_slot == slot) & (next_key_head == key_head) else Int32(1)
-            if (warp == LOADER) & (fresh != 0) & (next_item < stop):
+            if (warp == LOADER) & (fresh != 0) & (next_count >= 0):
                 self.load_inputs(tma_q, gQ, tma_k, gK, sQ, sK, next_token, next_key_head, loaded)
             row_factors, near_factors = pair_factors(vector, warp, lane)
             scratch = scratch_address(lower, warp)
             link = write_lower(kk, diagonal, vector, row_factors, near_factors, factors, lower, scratch, warp, lane)
             solve_halves(scratch, link, lower, t_tile, vector + BETA, warp, lane)
-            cute.arch.sync_threads()
+            self.join_worker(worker)
             if warp == GATES:  # which has no block column to merge
-                if next_item < stop:
+                if next_count >= 0:
                     rate = -cute.math.exp(log_rate, fastmath=True)
                     write_gates(raw, logit, bias, rate, next_count, other, lane)
             else:
                 merge_halves(lower, t_tile, vector + BETA, warp, (0, 3), lane)
             write_weights(qk, vector, row_factors, near_factors, p_tile, warp, lane)
             cute.arch.fence_view_async_shared()
-            cute.arch.sync_threads()
-            if warp == STORER:
-                self.store_record(record_address(mRecords, slot, hv, head), t_tile, vector)
-            item, slot, token, count, head = next_item, next_slot, next_token, next_count, next_head
-            next_item, next_slot, next_token, next_count = self.next_chunk(item + 1, stop, slot, token, count, *lists)
-            next_head = next_item - next_slot * hv
-            if (warp == GATES) & (next_item < stop):
+            self.join_worker(worker)
+            if (warp == STORER) & (lane == 0):
+                is_first = made < 0
+                made = slot * hv + head
+                self.store_record(record_address(mRecords, made, 1, 0), t_tile, vector)
+                if is_first:  # chains wait for their start; later flags wait until the next item is under way
+                    publish_bulk(record_address(mRecords, made, 1, 0) + FLAG_OFFSET)
+            slot, token, count, head = next_slot, next_token, next_count, next_head
+            unit, left, next_slot, next_token, next_count, next_head = self.next_item(
+                unit, left, slot, token, count, head, *lists
+            )
+            if (warp == GATES) & (next_count >= 0):
                 raw, logit, bias, log_rate = self.load_gates(*gates, next_token, next_count, next_head, lane)
             place = place ^ 1
-        if warp == STORER:
-            cute.arch.cp_async_bulk_wait_group(0)
+        if (warp == STORER) & (lane == 0) & (made >= 0):
+            publish_bulk(record_address(mRecords, made, 1, 0) + FLAG_OFFSET)
+
+    def join_worker(self, worker):
+        """Barrier of the worker's four warps; 0 is that of the block."""
+        cute.arch.barrier(barrier_id=1 + worker, number_of_threads=THREADS)
 
     def load_gates(self, mA, mB, mALog, mDtBias, token, count, head, lane):
         """What `write_gates` needs of a chunk of a head."""
@@ -272,86 +345,74 @@ class GdnRecords:
         )
 
     @cute.jit
-    def next_chunk(
+    def clear_flags(self, mRecords, table, plan, hv, together, warp, lane):
+        """Flags of all records of this worker, the units in turn by its four warps."""
+        unit, total = following_unit(plan, Int32(-1), hv)
+        turn = Int32(0)
+        while unit < total:
+            if (turn & 3) == warp:
+                row, place, head, heads = span_of_unit(table, plan, unit, hv, together, lane)
+                slot = load_shared(table + row * LINE_BYTES + 4 * FIRST_SLOT, 1, Int32) + place
+                inner = lane
+                while inner < heads:
+                    clear_flag(record_address(mRecords, slot, hv, head + inner) + FLAG_OFFSET)
+                    inner += 32
+            unit, total = following_unit(plan, unit, hv)
+            turn += 1
+
+    @cute.jit
+    def next_item(
         self,
-        item: Int32,
-        stop: Int32,
+        unit: Int32,
+        left: Int32,
         slot: Int32,
         token: Int32,
         count: Int32,
-        mCu: cute.Tensor,
-        mKeptCu: cute.Tensor,
+        head: Int32,
         mKeptEnds: cute.Tensor,
         mKeptSlots: cute.Tensor,
-        hv: Int32,
         num_slots: Int32,
-        has_checkpoints: Int32,
-        min_tokens: Int32,
+        table: Int32,
+        plan: Int32,
+        hv: Int32,
+        together: Int32,
         lane: Int32,
     ):
-        """The first item from `item` on whose slot has a chunk, with slot, first token and count; an item >= `stop` if none.
+        """The worker's item behind one of its own: unit and heads left in it, slot, first token, count (-1: no item) and head.
 
-        `slot`, `token` and `count` are those of the item before: heads of one slot are not looked up again.
+        The first one comes behind unit -1 with none left. Slots that hold no chunk are passed over.
         """
-        rows = cute.size(mCu) - 1
-        searching = item < stop
+        left, head = left - 1, head + 1
+        searching = left < 0
         while searching:
-            here = item // hv
-            if here != slot:
-                slot = here
-                row = row_of_slot(mCu, mKeptCu, slot, rows, lane, has_checkpoints)
-                begin = mCu[row]
-                length = mCu[row + 1] - begin
-                length = length if length >= min_tokens else Int32(-1)
-                entry, entries = Int32(0), Int32(0)
-                if has_checkpoints != 0:
-                    entry = mKeptCu[row]
-                    entries = mKeptCu[row + 1]
-                place = slot - first_slot(mCu, mKeptCu, row, has_checkpoints)
+            unit, total = following_unit(plan, unit, hv)
+            count = Int32(-1)
+            if unit < total:
+                row, place, head, heads = span_of_unit(table, plan, unit, hv, together, lane)
+                line = table + row * LINE_BYTES
+                begin, length, first, _ = [cute.arch.make_warp_uniform(x) for x in load_shared(line, 4, Int32)]
+                entry, entries = [cute.arch.make_warp_uniform(x) for x in load_shared(line + 4 * ENTRY, 2, Int32)]
+                slot, left = first + place, heads - 1
                 start, count = chunk_at(mKeptEnds, mKeptSlots, num_slots, entry, entries, length, place, lane)
                 token = begin + start
-            searching = count < 0
-            item = (slot + 1) * hv if searching else item
-            searching = searching & (item < stop)
-        inside = item < stop
-        return item, slot, token, (count if inside else Int32(0))
+            searching = (count < 0) & (unit < total)
+        return unit, left, slot, token, count, head
 
-    @cute.jit
-    def load_inputs(
-        self,
-        tma_q: cute.CopyAtom,
-        gQ: cute.Tensor,
-        tma_k: cute.CopyAtom,
-        gK: cute.Tensor,
-        sQ: cute.Tensor,
-        sK: cute.Tensor,
-        token: Int32,
-        head: Int32,
-        loaded: cute.Pointer,
-    ):
+    def load_inputs(self, tma_q, gQ, tma_k, gK, sQ, sK, token, head, loaded):
         """One warp: start the loads of 64 rows of K and Q of a key head."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(loaded, 2 * OPERAND_BYTES)
-        for tma, gX, sX in ((tma_k, gK, sK), (tma_q, gQ, sQ)):
-            tile = cute.local_tile(cute.domain_offset((token, head * HEAD), gX), (CHUNK, HEAD), (0, 0))
-            one = cute.make_layout(1)
-            target, source = cpasync.tma_partition(
-                tma, 0, one, cute.group_modes(sX, 0, 2), cute.group_modes(tile, 0, 2)
-            )
-            cute.copy(tma, source, target[None, 0], tma_bar_ptr=loaded)
+        load_tile(tma_k, gK, sK, token, head * HEAD, 0, loaded)
+        load_tile(tma_q, gQ, sQ, token, head * HEAD, 0, loaded)
 
     def store_record(self, address, t_tile, vector):
-        """One warp: start the bulk stores of a record."""
-        with cute.arch.elect_one():
-            for offset, source, size in (
-                (0, t_tile, 2 * TILE_BYTES),
-                (VECTOR_OFFSET, vector + KEPT_VECTOR, KEPT_BYTES),
-            ):
-                cute.arch.inline_ptx(
-                    "cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};",
-                    read_only_args=[address + offset, source, Int32(size)],
-                )
-            cute.arch.cp_async_bulk_commit_group()
+        """One thread: start the bulk stores of a record."""
+        for offset, source, size in ((0, t_tile, 2 * TILE_BYTES), (VECTOR_OFFSET, vector + KEPT_VECTOR, KEPT_BYTES)):
+            cute.arch.inline_ptx(
+                "cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};",
+                read_only_args=[address + offset, source, Int32(size)],
+            )
+        cute.arch.cp_async_bulk_commit_group()
 
 
 assert P_OFFSET == TILE_BYTES  # T' and P leave as one piece
@@ -366,5 +427,5 @@ def build(key):
     return cute_compile(
         GdnRecords(key), q, k, a, b, fake_vector(Float32, heads), fake_vector(Float32, heads), cu, kept_cu,
         fake_ids(entries, Int32), fake_ids(entries, Int32), fake_matrix(Int32, columns=RECORD_BYTES // 4),
-        *(Int32(1) for _ in range(6)), Float32(1.0), fake_stream(),
+        *(Int32(1) for _ in range(10)), Float32(1.0), fake_stream(),
     )  # fmt: skip

@@ -1,8 +1,8 @@
 """GDN prefill from records: the serial chain over chunks, for sequences and heads that do not fill the chip.
 
-`kernels/gdn_records.py` has made T', P and the vectors of every chunk, so a block spends its multiprocessor on the state alone.
-Mathematics, items, segments of long rows and bits are those of `kernels/gdn_prefill.py`. A block of two or three warpgroups stays
-on its multiprocessor and takes one (sequence, value head), or half of one (`slabs` = 1), after another:
+`kernels/gdn_records.py` makes T', P and the vectors of every chunk, so a block spends its multiprocessor on the state alone.
+Mathematics, segments of long rows and bits are those of `kernels/gdn_prefill.py`. A block of two or three warpgroups stays on its
+multiprocessor and takes one chain (`device/gdn_chains.py`) of a value head, or half of one (`slabs` = 1), after another:
 
     state x slabs    64 V rows each (`device/prefill_state.py`): S K^T and S Q^T are issued together, X is found behind the
                      second; then V', V' P^T and the update, behind which the output is stored over the chunk's V tile
@@ -14,10 +14,16 @@ Rings: *inputs* (K, Q, vectors; T', P of half a head; three deep) are full by TM
 *ready* (K', two deep, with T', P of a whole head), after which everything of the chunk but V is there for the state: one wait
 a chunk and one for V. The state releases both. V stages carry a record of their own for the output warp, which frees them.
 
+**Launches.** First chains run beside the records kernel, each chunk behind its record's flag (`device/record_flags.py`), the
+transition launch of inner segments beside the first chains. Before the launches in front of it have ended, a block reads ids,
+bounds, kept states, K, Q, V and the pool, which these do not write (first chains hand states on to the workspace, which only the
+later launches read), and writes outputs, the pool and the workspace, which they do not read: first chains and transitions write
+other slots of it. Inner segments start from composed states, so their launch waits at once. All end behind what they overlap.
+
 Arguments of the compiled function, in order: q, k, v, pool, read_ids, write_ids, cu_seqlens, checkpoint_cu, checkpoint_ends,
 checkpoint_slots, out, work as in `kernels/gdn_prefill.py`, and
     records [slots * HV, RECORD_BYTES / 4]   int32
-    hk, hv, num_slots, has_checkpoints, min_tokens, long_rows, long_length, parts   int32
+    hk, hv, num_slots, has_checkpoints, min_tokens, long_rows, long_length, parts, inner   int32; inner: 1 behind composed states
 """
 
 import cutlass
@@ -28,11 +34,14 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from ..compile.cache import cute_compile
 from ..compile.fake import fake_ids, fake_matrix, fake_pool, fake_rows, fake_stream, fake_vector
 from ..configs.gdn_records import RECORD_BYTES
+from ..device.gdn_chains import find_chain
 from ..device.gdn_records import (
+    FLAG_OFFSET,
     KEPT_BYTES,
     KEPT_VECTOR,
     P_OFFSET,
     VECTOR_OFFSET,
+    load_tile,
     record_address,
     slot_of_position,
 )
@@ -58,7 +67,7 @@ from ..device.prefill_layout import (
     Field,
     Flag,
 )
-from ..device.prefill_schedule import find_work, next_chunk, next_row
+from ..device.prefill_schedule import next_chunk, next_row
 from ..device.prefill_state import (
     as_left_operand,
     contract,
@@ -74,6 +83,7 @@ from ..device.prefill_state import (
     store_state,
 )
 from ..device.prefill_sync import Bundle, Ring, advance, read_record, write_record
+from ..device.record_flags import join, leave, published
 from ..device.warp_ops import load_shared, pick, store_shared, unpack_bf16
 
 REGISTERS = {2: (224, 56), 1: (248, 104)}  # a thread of state and data
@@ -118,6 +128,7 @@ class GdnRecurrence:
         long_rows: Int32,
         long_length: Int32,
         parts: Int32,
+        inner: Int32,
         stream,
     ):
         slabs = self.slabs
@@ -154,25 +165,26 @@ class GdnRecurrence:
             sP: cute.struct.Align[cute.struct.MemRange[Float16, cute.cosize(pair_layout)], 1024]
 
         self.storage = Storage
-        items = hv * self.groups(cute.size(mReadIds), long_rows, parts)
+        items = hv * self.groups(cute.size(mReadIds), long_rows, parts, inner)
         self.kernel.set_name_prefix(self.key.symbol(), remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(
             tma_q, gQ, tma_k, gK, tma_v, gV, tma_out, gOut, mPool, mReadIds, mWriteIds, mCuSeqlens, mKeptCu, mKeptEnds,
             mKeptSlots, mOut, mWork, mRecords, hk, hv, num_slots, has_checkpoints, min_tokens, long_rows, long_length, parts,
-            read_mma, token_mma, update_mma, input_layout, value_layout, update_layout, pair_layout,
+            inner, read_mma, token_mma, update_mma, input_layout, value_layout, update_layout, pair_layout,
         ).launch(
             grid=[(3 - slabs) * cutlass.min(items, Int32(BLOCKS[slabs])), 1, 1],
             block=[self.threads, 1, 1],
             max_number_threads=[self.threads, 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
+            use_pdl=True,
         )  # fmt: skip
 
-    def groups(self, rows, long_rows, parts):
-        """Items a head: one for each segment of a long row (in a transition launch, one for each state to find), one a row."""
+    def groups(self, rows, long_rows, parts, inner):
+        """Chains a head, as many as shapes allow."""
         if self.key.transition:
-            return long_rows * (2 * parts - 3)
-        return long_rows * parts + rows
+            return long_rows * (2 * parts - 4)
+        return inner * long_rows * (parts - 1) + (1 - inner) * rows
 
     @cute.kernel
     def kernel(
@@ -203,6 +215,7 @@ class GdnRecurrence:
         long_rows: Int32,
         long_length: Int32,
         parts: Int32,
+        inner: Int32,
         read_mma: cute.TiledMma,
         token_mma: cute.TiledMma,
         update_mma: cute.TiledMma,
@@ -227,7 +240,12 @@ class GdnRecurrence:
             for ring in shared.rings:
                 ring.initialise()
             cute.arch.mbarrier_init_fence()
+            join()
         cute.arch.sync_threads()
+        if inner != 0:  # start states are in the workspace
+            cute.arch.griddepcontrol_wait()
+        elif long_rows > 0:  # what inner segments do to a state is found beside the first ones
+            cute.arch.griddepcontrol_launch_dependents()
         warp = cute.arch.make_warp_uniform(tidx // 32)
         lane = tidx % 32
         group = cute.arch.make_warp_uniform(tidx // 128)
@@ -247,13 +265,14 @@ class GdnRecurrence:
                 self.run_producer(
                     shared, item, blocks // (3 - slabs), slab, lane, tma_q, gQ, tma_k, gK, tma_v, gV, sQ, sK, sV, mPool,
                     mReadIds, mWriteIds, mCuSeqlens, mKeptCu, mKeptEnds, mKeptSlots, mRecords, hk, hv, num_slots,
-                    has_checkpoints, min_tokens, long_rows, long_length, parts,
+                    has_checkpoints, min_tokens, long_rows, long_length, parts, inner,
                 )  # fmt: skip
             elif warp < 4 * slabs + 3:
                 self.run_keys(shared, 32 * (warp - 4 * slabs - 1), lane)
             else:
                 if cutlass.const_expr(not self.key.transition):
                     self.run_output(shared, lane, tma_out, gOut, sV, mOut)
+        leave()
 
     def bundle(self, storage):
         """Barriers and shared addresses of the block. Arrivals are one per warp, or one for a bulk load."""
@@ -285,15 +304,18 @@ class GdnRecurrence:
     def run_producer(
         self, shared, item, step, slab, lane, tma_q, gQ, tma_k, gK, tma_v, gV, sQ, sK, sV, mPool, mReadIds, mWriteIds,
         mCuSeqlens, mKeptCu, mKeptEnds, mKeptSlots, mRecords, hk, hv, num_slots, has_checkpoints, min_tokens, long_rows,
-        long_length, parts,
+        long_length, parts, inner,
     ):  # fmt: skip
         """Walk the block's items, one of every `step`, and the chunk list of each: chunk records and loads."""
         value_stages = VALUE_STAGES[self.slabs]
         stage, parity, work, work_parity = Int32(0), Int32(0), Int32(0), Int32(0)
         stage_v, parity_v = Int32(0), Int32(0)
         length_class, base, seen = Int32(0), Int32(0), Int32(0)
+        each, others = 2 * parts - 4, 0
         if cutlass.const_expr(not self.key.transition):
             long_length = long_length if long_rows > 0 else Int32(WORK_LIMIT)
+            each, others = (parts - 1 if inner != 0 else Int32(1)), 1 - inner
+        chunk_slots = cute.size(mRecords, mode=[0]) // hv
         # Items are dealt out as in `kernels/gdn_prefill.py`.
         turn, mirrored = Int32(0), step - 1 - item
         sequence = Int32(0)
@@ -301,12 +323,21 @@ class GdnRecurrence:
             dealt = turn * step + (item if turn % 2 == 0 else mirrored)
             sequence, place, length_class, base, seen = next_row(
                 dealt // hv, mCuSeqlens, cute.size(mReadIds), min_tokens, long_length, parts, length_class, base, seen, lane,
-                self.key.transition,
+                each, others,
             )  # fmt: skip
             flags, position, stop, read, write, last_flag = (Int32(int(Flag.STOP)), *(Int32(0) for _ in range(5)))
             if sequence >= 0:
-                flags, position, stop, read, write, last_flag = find_work(
-                    sequence, place, lane, mReadIds, mWriteIds, mCuSeqlens, long_length, parts, self.key.transition
+                flags, position, stop, read, write, last_flag = find_chain(
+                    sequence,
+                    place,
+                    lane,
+                    mReadIds,
+                    mWriteIds,
+                    mCuSeqlens,
+                    long_length,
+                    parts,
+                    inner,
+                    self.key.transition,
                 )
             turn += 1
             head = dealt % hv
@@ -322,6 +353,7 @@ class GdnRecurrence:
                     entry = mKeptCu[sequence]
                     entry_end = mKeptCu[sequence + 1]
             k_column = head // (hv // hk) * HEAD
+            ready, known = record_address(mRecords, 0, hv, head) + FLAG_OFFSET, slot
             while (flags & Flag.STOP) == 0:
                 end, kept, entry = next_chunk(position, stop, entry, entry_end, mKeptEnds, mKeptSlots, num_slots)
                 token = start + position
@@ -329,19 +361,21 @@ class GdnRecurrence:
                 last = end == stop
                 flags = flags | last_flag if last else flags
                 source = record_address(mRecords, slot, hv, head)
+                if slot >= known:
+                    known = published(ready, hv * RECORD_BYTES, slot, chunk_slots, lane)
                 shared.inputs.wait_empty(stage, parity)
                 with cute.arch.elect_one():
                     write_record(shared.records, stage, [token, count, flags, head, read, write, kept, sequence])
                 full = shared.inputs.full + stage
                 shared.inputs.expect(stage, self.input_bytes + (self.pair_bytes if self.slabs == 1 else 0))
-                self.load_tile(tma_k, gK, sK, token, k_column, stage, full)
+                load_tile(tma_k, gK, sK, token, k_column, stage, full)
                 vector = shared.vector_base + stage * VECTOR_BYTES + KEPT_VECTOR
                 self.bulk_load(vector, source + VECTOR_OFFSET, KEPT_BYTES, full)
                 if cutlass.const_expr(self.slabs == 1):
                     self.load_pairs(shared, source, stage, full)
                 if cutlass.const_expr(not self.key.transition):
-                    self.load_tile(tma_q, gQ, sQ, token, k_column, stage, full)
-                self.load_v(shared, tma_v, gV, sV, token, head * HEAD + slab * 64, count, stage_v, parity_v)
+                    load_tile(tma_q, gQ, sQ, token, k_column, stage, full)
+                self.load_v(shared, tma_v, gV, sV, token, head * HEAD + slab * 64, count, flags, stage_v, parity_v)
                 stage_v, parity_v = advance(stage_v, parity_v, value_stages)
                 # What is freed last is loaded last: T', P of a whole head have one stage less than K, Q and V.
                 if cutlass.const_expr(self.slabs == 2):
@@ -364,21 +398,16 @@ class GdnRecurrence:
         shared.inputs.publish(stage)
 
     @cute.jit
-    def load_v(self, shared, tma_v, gV, sV, token, column, count, stage, parity):
-        """Load a V tile once its stage is free, and note where its output goes."""
+    def load_v(self, shared, tma_v, gV, sV, token, column, count, flags, stage, parity):
+        """Load a V tile, which chains from the identity do without, once its stage is free, and note where its output goes."""
         shared.v.wait_empty(stage, parity)
         with cute.arch.elect_one():
             store_shared(shared.outputs + stage * 16, token, column, count, Int32(0))
-        shared.v.expect(stage, self.value_bytes)
-        self.load_tile(tma_v, gV, sV, token, column, stage, shared.v.full + stage, 64 * self.slabs)
-
-    @cute.jit
-    def load_tile(self, tma, gX, sX, token, column, stage, full, width: cutlass.Constexpr = HEAD):
-        """Start the TMA load of a tile of gX, 64 rows from (token, column) on, into a stage."""
-        tile = cute.local_tile(cute.domain_offset((token, column), gX), (CHUNK, width), (0, 0))
-        one = cute.make_layout(1)
-        target, source = cpasync.tma_partition(tma, 0, one, cute.group_modes(sX, 0, 2), cute.group_modes(tile, 0, 2))
-        cute.copy(tma, source, target[None, stage], tma_bar_ptr=full)
+        if (flags & Flag.IDENTITY) != 0:
+            shared.v.publish(stage)
+        else:
+            shared.v.expect(stage, self.value_bytes)
+            load_tile(tma_v, gV, sV, token, column, stage, shared.v.full + stage, 64 * self.slabs)
 
     def load_pairs(self, shared, source, stage, full):
         """Start the loads of T' and P of a record into a stage."""
@@ -476,6 +505,8 @@ class GdnRecurrence:
             if (flags & Flag.FIRST) != 0:
                 self.start_state(S, mPool, mWork, record, num_slots, row, column)
             shared.v.wait_full(stage_v, parity_v)
+            # Loaded here and the decay below, no load or product with S stands between the steps of S K^T.
+            values = load_values(tile, vector + X_FACTOR, warp, lane)
             left_s = as_left_operand(S, read_shape, BFloat16)
             warpgroup.fence()
             contract(read_mma, Y, left_s, right_k, stage, HEAD // 16, False)
@@ -483,15 +514,13 @@ class GdnRecurrence:
             if cutlass.const_expr(not self.key.transition):
                 contract(read_mma, O, left_s, right_q, stage, HEAD // 16, False)
                 warpgroup.commit_group()
-            values = load_values(tile, vector + X_FACTOR, warp, lane)
-            decay = load_shared(vector + DECAY, 1)
             warpgroup.wait_group(0 if self.key.transition else 1)
             self.subtract(Y, values, (flags & Flag.IDENTITY) != 0)
             left_x = as_left_operand(Y, token_shape, Float16)
             warpgroup.fence()
             contract(token_mma, Y, left_x, right_t, pair, CHUNK // 16, False)
             warpgroup.commit_group()
-            scale_state(S, decay)
+            scale_state(S, load_shared(vector + DECAY, 1))
             if cutlass.const_expr(not self.key.transition):
                 warpgroup.wait_group(1)
                 scale_columns(O, vector + O_FACTOR, lane)
@@ -518,7 +547,9 @@ class GdnRecurrence:
                     store_state(S, mWork, record[Field.WRITE], Int32(WORK_LIMIT), head, row, column)
             else:
                 store_state(S, mPool, record[Field.CHECKPOINT], num_slots, head, row, column)
-                if (flags & Flag.LAST) != 0:
+                if (flags & Flag.HANDS_ON) != 0:
+                    store_state(S, mWork, record[Field.WRITE], Int32(WORK_LIMIT), head, row, column)
+                elif (flags & Flag.LAST) != 0:
                     store_state(S, mPool, record[Field.WRITE], num_slots, head, row, column)
             stage, _ = advance(stage, Int32(0), INPUT_STAGES)
             stage_v, parity_v = advance(stage_v, parity_v, VALUE_STAGES[self.slabs])
@@ -546,9 +577,7 @@ class GdnRecurrence:
         """The state before a block's first chunk: from the pool, from the workspace, or the identity."""
         head, slot, flags = record[Field.HEAD], record[Field.READ], record[Field.FLAGS]
         if cutlass.const_expr(self.key.transition):
-            load_state(S, mPool, slot, num_slots, head, row, column)
-            if (flags & Flag.KEEP_START) != 0:
-                store_state(S, mWork, record[Field.WRITE] + 1, Int32(WORK_LIMIT), head, row, column)
+            S.fill(0.0)
             if (flags & Flag.IDENTITY) != 0:
                 identity_state(S, row, column)
         elif (flags & Flag.WORKSPACE) != 0:
@@ -566,5 +595,5 @@ def build(key):
     return cute_compile(
         GdnRecurrence(key), q, k, v, fake_pool(state), fake_ids(rows, Int32), fake_ids(rows, Int32), cu, kept_cu,
         fake_vector(Int32, entries), fake_vector(Int32, entries), out, fake_pool(Float32),
-        fake_matrix(Int32, columns=RECORD_BYTES // 4), *(Int32(1) for _ in range(8)), fake_stream(),
+        fake_matrix(Int32, columns=RECORD_BYTES // 4), *(Int32(1) for _ in range(9)), fake_stream(),
     )  # fmt: skip

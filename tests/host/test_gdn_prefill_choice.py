@@ -5,12 +5,19 @@ from __future__ import annotations
 import pytest
 
 from compact_state.cute_kernels.configs.gdn_records import (
+    MOST_ROWS,
     RECORD_BYTES,
     WORKSPACE_BYTES,
+    parts_from_records,
     recurrence_slabs,
     takes_records,
 )
-from compact_state.cute_kernels.configs.prefill import MULTIPROCESSORS, composed_rows, slabs_per_block
+from compact_state.cute_kernels.configs.prefill import (
+    MULTIPROCESSORS,
+    composed_rows,
+    parts_of_long_rows,
+    slabs_per_block,
+)
 
 
 @pytest.mark.parametrize("heads", [1, 8, 16, 32, 48, 64, MULTIPROCESSORS // 2])
@@ -37,6 +44,22 @@ def test_records_are_made_where_the_heads_leave_multiprocessors_idle():
     assert takes_records(513, 8, 1)
     assert takes_records(520, 8, 8)
     assert not takes_records(132, 32, 4)
+
+
+def test_records_are_made_for_as_many_rows_as_a_warp_has_lanes():
+    assert takes_records(1, 1, MOST_ROWS)
+    assert not takes_records(1, 1, MOST_ROWS + 1)
+
+
+@pytest.mark.parametrize("heads", [1, 8, 16, 32, 48, 64])
+def test_rows_from_records_run_in_as_many_parts_or_bitwise_as_if_in_two(heads):
+    parts = parts_of_long_rows(heads)
+    assert parts_from_records(heads) == (parts if parts > 2 else 1)
+
+
+def test_heads_are_halved_where_other_work_leaves_room():
+    assert recurrence_slabs(64) == 1
+    assert recurrence_slabs(64, taken=32) == 2
 
 
 @pytest.mark.parametrize("items", [1, MULTIPROCESSORS // 2])

@@ -187,6 +187,62 @@ def test_records_change_no_bit_in_place_and_without_slots(dtype, long_length):
     check_equal_forms([200, 70, 5, 300], dtype, read=read, write=write, long_length=long_length)
 
 
+@pytest.mark.parametrize("lengths", [[2048], [1500, 70]])
+@pytest.mark.parametrize(("hk", "hv"), [(16, 32), (16, 48)])
+def test_records_change_no_bit_where_blocks_leave_before_others(lengths, hk, hv):
+    """So many heads that few multiprocessors are left for records, or that all make a first share of them."""
+    kept = [[(64, 2 * len(lengths)), (771, 2 * len(lengths) + 1)], *[[]] * (len(lengths) - 1)]
+    check_equal_forms(lengths, torch.float32, kept=kept, hk=hk, hv=hv)
+
+
+@pytest.mark.parametrize("slabs", [1, 2])
+@pytest.mark.parametrize(
+    ("lengths", "hk", "hv", "long_length"),
+    [
+        ([2048], 16, 32, 10**6),
+        ([1024], 16, 48, 10**6),
+        ([1000, 130, 0, 64, 5], 2, 8, 10**6),
+        ([1300, 640, 70], 2, 8, 640),
+        ([1300, 40], 4, 16, 640),
+    ],
+)
+def test_replays_find_no_flag_of_an_earlier_call(monkeypatch, lengths, hk, hv, long_length, slabs):
+    """Whatever the workspace holds before a replay, flags of records that are not there among it, no bit changes."""
+    n, total = len(lengths), sum(lengths)
+    inputs = delta_inputs("gdn", "trained", total, hk, hv, device="cuda")
+    read, cu = torch.arange(n, dtype=torch.int32, device="cuda"), cu_seqlens(lengths, device="cuda")
+    plan = Checkpoints.from_lists([[(64, 2 * n), (333, 2 * n + 1)], *[[]] * (n - 1)], device="cuda")
+    start = filled_pool(2 * n + 2, hv, torch.float32, "trained", range(n))
+    options = {"checkpoints": plan, "long_length": long_length, "slabs": slabs}
+    out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
+    expected_pool = start.clone()
+    expected = chunked(*inputs.tensors, expected_pool, read, read + n, cu, records=False, **options)
+    pool = start.clone()
+    arguments = (*inputs.tensors, pool, read, read + n, cu)
+    chunked(*arguments, out=out, records=True, **options)
+    workspaces, empty = [], torch.empty
+
+    def noted(*shape, **kind):
+        workspaces.append(empty(*shape, **kind))
+        return workspaces[-1]
+
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream):
+        monkeypatch.setattr(torch, "empty", noted)
+        chunked(*arguments, out=out, records=True, **options)
+        monkeypatch.undo()
+    assert len(workspaces) == 2
+    for replay in range(120):
+        for workspace in workspaces:
+            workspace.view(torch.int32).fill_((1, -1, 0x7FC07FC0)[replay % 3])
+        pool.copy_(start)
+        out.fill_(math.nan)
+        graph.replay()
+        assert torch.equal(bits(out), bits(expected))
+        assert torch.equal(bits(pool), bits(expected_pool))
+
+
 def test_a_call_with_records_is_captured_and_replayed(monkeypatch):
     monkeypatch.setattr(gdn_launch, "takes_records", lambda *shapes: True)
     check_graph_replay(public, "gdn")

@@ -1,0 +1,212 @@
+"""Which chunks the two kernels of GDN prefill from records work on, and when.
+
+**Chains** of the recurrence. A row that is not cut, and the first segment of one that is, start from the pool: they run first,
+beside the launch that finds what inner segments do to a state (from zero, N, and from the identity, A). When these are
+composed, the other segments run (`find_chain`).
+
+**Order of need** of the records. Chunks go by the steps that are left to their row, the most first, across rows and within a
+step across heads. A *unit* is one chunk with some value heads.
+
+**Who makes them.** First chains take `width` blocks, and so multiprocessors, each. What the others cannot make while these run,
+all make together before: the first `early` records. Then only the first `stay` blocks go on (`shares`, `deal`).
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from .kda_layout import first_slot
+from .prefill_layout import CHUNK, Flag
+from .prefill_schedule import count_long_rows, segment_bounds
+from .warp_ops import load_shared, store_shared
+
+ROWS = 32  # at most, one a lane
+# Words of a row's line in shared memory, OFFSET the steps before its first one; the end of its entries is behind ENTRY.
+BEGIN, LENGTH, FIRST_SLOT, OFFSET, ENTRY = range(5)
+PLAN_BYTES = 32  # what a worker's units follow from
+LINE_BYTES = 32
+TABLE_BYTES = ROWS * LINE_BYTES
+
+
+@cute.jit
+def write_rows(
+    table: Int32,
+    mCu: cute.Tensor,
+    mKeptCu: cute.Tensor,
+    has_checkpoints: Int32,
+    min_tokens: Int32,
+    long_length: Int32,
+    parts: Int32,
+    lane: Int32,
+):
+    """One warp writes the table of rows; returns steps of the longest row, chunks of all, length in chunks of the longest first
+    chain, how many are about that long, and whether any row is cut."""
+    rows = cute.size(mCu) - 1
+    begin, length, slot, entry, entry_end, size, chain = (Int32(0) for _ in range(7))
+    is_long = lane < 0
+    if lane < rows:
+        begin = mCu[lane]
+        length = mCu[lane + 1] - begin
+        slot = first_slot(mCu, mKeptCu, lane, has_checkpoints)
+        if has_checkpoints != 0:
+            entry = mKeptCu[lane]
+            entry_end = mKeptCu[lane + 1]
+        if length >= min_tokens:
+            chain = cutlass.max((length + CHUNK - 1) // CHUNK, Int32(1))
+            size = chain + entry_end - entry
+            is_long = length >= long_length
+            chain = (length + parts * CHUNK - 1) // (parts * CHUNK) if is_long else chain
+    steps = cute.arch.warp_redux_sync(size, "max")
+    line = table + lane * LINE_BYTES
+    store_shared(line, begin, length, slot, steps - size)
+    store_shared(line + 4 * ENTRY, entry, entry_end)
+    cute.arch.sync_warp()
+    longest = cute.arch.warp_redux_sync(chain, "max")
+    alike = cute.arch.popc(cute.arch.vote_ballot_sync(4 * chain > 3 * longest))
+    cuts = cute.arch.vote_ballot_sync(is_long)
+    return steps, cute.arch.warp_redux_sync(size, "add"), longest, alike, cuts
+
+
+@cute.jit
+def shares(
+    steps: Int32, chunks: Int32, longest: Int32, alike: Int32, cuts: Int32, heads: Int32, width: Int32, blocks: Int32
+):
+    """(stay, early): blocks that go on behind the first share, and how many records all blocks make together before.
+
+    A multiprocessor makes a record in 1.4 us, a chain takes 1.2 us a chunk with half a head a block, 1.7 us with a whole one.
+    Where rows are cut, transitions want all multiprocessors as soon as all records are there: no block leaves before.
+    """
+    total = chunks * heads
+    stay = blocks - alike * heads * width
+    rate = Int32(7) if width == 2 else Int32(10)  # records of a multiprocessor in eight steps of a chain
+    early = cutlass.max(total - stay * ((longest * rate) // 8), Int32(0))
+    split = (width > 0) & (stay > blocks // 4) & (cuts == 0)
+    return (stay if split else Int32(0)), (early if split else total)
+
+
+@cute.jit
+def place_of_chunk(table: Int32, chunk: Int32, steps: Int32, lane: Int32):
+    """(row, chunk of the row) of a chunk in order of need; all lanes of one warp."""
+    offset = load_shared(table + lane * LINE_BYTES + 4 * OFFSET, 1, Int32)
+    step, base, alive, rows = Int32(0), Int32(0), Int32(0), Int32(1)
+    searching = chunk >= 0
+    while searching:
+        alive = cute.arch.vote_ballot_sync(offset <= step)
+        rows = cute.arch.popc(alive)
+        following = cute.arch.warp_redux_sync(offset if offset > step else steps, "min")
+        span = (following - step) * rows
+        searching = (chunk - base >= span) & (following < steps)
+        base = base + span if searching else base
+        step = following if searching else step
+    ahead = (chunk - base) // rows
+    rank = chunk - base - ahead * rows
+    before = cute.arch.popc(alive & ((Int32(1) << lane) - 1))
+    hit = cute.arch.vote_ballot_sync((offset <= step) & (before == rank))
+    row = cute.arch.make_warp_uniform(cute.arch.popc(hit - 1) & 31)
+    return row, step + ahead - load_shared(table + row * LINE_BYTES + 4 * OFFSET, 1, Int32)
+
+
+@cute.jit
+def deal(
+    plan: Int32,
+    own: Int32,
+    worker: Int32,
+    workers: cutlass.Constexpr,
+    block: Int32,
+    blocks: Int32,
+    heads: Int32,
+    together: Int32,
+):
+    """One thread: from what `write_rows` and `shares` found (at `plan`) to which units the worker takes (at `own`).
+
+    Where blocks leave early, units go round: to one worker of each block before a second one, the first `early` to all, the
+    others to blocks that stay; of the first chunks, one round, a unit is one head, so that no chain waits for its start, of the
+    others `together` heads. Otherwise a worker has an equal run of records, and a unit is what it makes of one chunk.
+    """
+    steps, chunks, stay, early = load_shared(plan, 4, Int32)
+    if stay == 0:
+        records, number = chunks * heads, block * workers + worker
+        first, stop = records * number // (workers * blocks), records * (number + 1) // (workers * blocks)
+        store_shared(own, first, Int32(0), Int32(0), stop)
+        store_shared(own + 16, Int32(0), Int32(0), steps, Int32(-1))
+    else:
+        round_of_all = workers * (blocks if early > 0 else stay)
+        single = cutlass.min(chunks, (round_of_all + heads - 1) // heads) * heads
+        total = single + (chunks * heads - single) // together
+        early = early if early <= single else single + (early - single) // together
+        late = early + worker * stay + block if block < stay else total
+        first = worker * blocks + block
+        store_shared(own, first if first < early else late, early, late, total)
+        store_shared(own + 16, workers * blocks, workers * stay, steps, single)
+
+
+@cute.jit
+def following_unit(own: Int32, unit: Int32, heads: Int32):
+    """The worker's unit behind one of its own, the first one behind -1; not below `total` (returned too) where there is none."""
+    first, early, late, total = load_shared(own, 4, Int32)
+    stride, late_stride, _, single = load_shared(own + 16, 4, Int32)
+    following = unit + (stride if unit < early else late_stride)
+    following = late if (unit < early) & (following >= early) else following
+    following = following if single >= 0 else (unit // heads + 1) * heads
+    return cute.arch.make_warp_uniform(first if unit < 0 else following), cute.arch.make_warp_uniform(total)
+
+
+@cute.jit
+def span_of_unit(table: Int32, own: Int32, unit: Int32, heads: Int32, together: Int32, lane: Int32):
+    """(row, chunk of the row, first head, heads) of a unit of the worker; all lanes of one warp."""
+    total = load_shared(own + 12, 1, Int32)
+    steps, single = load_shared(own + 24, 2, Int32)
+    chunk = unit // heads
+    head, count = unit - chunk * heads, Int32(1)
+    if single < 0:
+        count = cutlass.min(heads - head, total - unit)
+    elif unit >= single:
+        units = heads // together
+        rest = unit - single
+        ahead = rest // units
+        chunk, head, count = single // heads + ahead, (rest - ahead * units) * together, together
+    row, place = place_of_chunk(table, chunk, steps, lane)
+    return row, place, head, count
+
+
+@cute.jit
+def find_chain(
+    row: Int32,
+    place: Int32,
+    lane: Int32,
+    mReadIds: cute.Tensor,
+    mWriteIds: cute.Tensor,
+    mCuSeqlens: cute.Tensor,
+    long_length: Int32,
+    parts: Int32,
+    inner: Int32,
+    transition: cutlass.Constexpr,
+):
+    """First flags (STOP: nothing to do), bounds in the sequence, slots, and last chunk's flags of a row's chain of a place.
+
+    In a transition launch places are (N, A) of each inner segment; otherwise the segments behind the first one, or, where `inner`
+    is 0, the row or its first segment.
+    """
+    flags = Int32(int(Flag.FIRST))
+    length = mCuSeqlens[row + 1] - mCuSeqlens[row]
+    position, stop, last_flag = Int32(0), length, Int32(int(Flag.LAST))
+    read, write = mReadIds[row], mWriteIds[row]
+    if length >= long_length:
+        base = 2 * count_long_rows(mCuSeqlens, row, long_length, lane) * (parts - 1)
+        segment = inner + place
+        if cutlass.const_expr(transition):
+            segment = 1 + place // 2
+        position, stop = segment_bounds(length, segment, parts)
+        if cutlass.const_expr(transition):
+            read, write = Int32(-1), base + 2 * segment + place % 2
+            flags = flags | (Flag.IDENTITY if place % 2 != 0 else 0)
+        else:
+            if segment > 0:
+                read = base + 2 * (segment - 1)
+                flags = flags | Flag.WORKSPACE
+            if stop < length:
+                write = base
+                last_flag = Int32(int(Flag.LAST | Flag.HANDS_ON)) if segment == 0 else Int32(0)
+        if position >= stop:
+            flags = Int32(int(Flag.STOP))
+    return flags, position, stop, read, write, last_flag
