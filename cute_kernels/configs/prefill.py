@@ -81,7 +81,7 @@ def parts_of_long_rows(hv: int) -> int:
     if hv <= 8:
         return 8
     if hv <= 16:
-        return 4
+        return 5
     return 2 if hv <= 32 else 1
 
 
