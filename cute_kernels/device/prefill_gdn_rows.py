@@ -42,17 +42,6 @@ def load_scalars(mX: cute.Tensor, token: Int32, count: Int32, head: Int32, lane:
 
 
 @cute.jit
-def prefetch_scalars(tensors, token: Int32, count: Int32, head: Int32, lane: Int32):
-    """What `load_scalars` would read of each, on its way to L2."""
-    for half in cutlass.range_constexpr(2):
-        i = lane + 32 * half
-        if i < count:
-            for mX in tensors:
-                address = row_ptr(mX, token + i, head, mX.element_type.width // 8).toint()
-                cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address])
-
-
-@cute.jit
 def log2_decay(x: Float32, rate: Float32) -> Float32:
     """rate log2(1 + e^x) with rate = -e^A_log: the log decay in base 2. What rounding takes from 1 + e is put back."""
     e = cute.math.exp2(x * Float32(LOG2_E), fastmath=True)
@@ -238,7 +227,7 @@ def run_keys(
     scale,
 ):
     """K' of key rows `first .. first + rows - 1` of every chunk, vectors of `query_rows` query rows from `query` on, block column
-    `column` of T' where it is in the range of `columns`."""
+    `column` of T' where it is in the range of `columns`; the two are published together."""
     stage, parity, work, work_parity = (Int32(0) for _ in range(4))
     shared.inputs.wait_full(stage, parity)
     record = read_record(shared.records, stage)
@@ -254,10 +243,11 @@ def run_keys(
         rewrite_update_operand(
             shared.k_base + stage * OPERAND_BYTES, shared.u_base + work * OPERAND_BYTES, first, rows, lane, factor
         )
-        shared.update.publish_to_async(work)
         for one in cutlass.range_constexpr(*columns):
             if column == one:
                 merge_solved(shared, (one, one + 1), vector + BETA, work, work_parity, lane)
+        if cutlass.const_expr(columns[0] == columns[1]):
+            shared.pairs.publish_to_async(work)
         shared.inputs.release(stage)
         stage, parity = advance(stage, parity, INPUT_STAGES)
         work, work_parity = advance(work, work_parity, WORK_STAGES)
@@ -284,7 +274,7 @@ def run_merges(shared, columns: cutlass.Constexpr, lane):
 @cute.jit
 def run_queries(shared, query, stores: cutlass.Constexpr, slab, lane, tma_out, gOut, sV, mOut, l2norm, scale):
     """Vectors of 32 query rows from `query` on; where it `stores`, output of the chunk two before, which the state has left; of a
-    whole head block column 0 of T'."""
+    whole head block column 0 of T', while the output is read."""
     stage, parity, done, done_parity, work, work_parity = (Int32(0) for _ in range(6))
     token, count, head = [Int32(0), Int32(0)], [Int32(-1), Int32(-1)], [Int32(0), Int32(0)]
     shared.inputs.wait_full(stage, parity)
@@ -299,27 +289,31 @@ def run_queries(shared, query, stores: cutlass.Constexpr, slab, lane, tma_out, g
             )
             shared.queries.publish(stage)
         following_token, following_head = record[Field.TOKEN], record[Field.HEAD]
+        stored = Int32(-1)
         if cutlass.const_expr(stores):
             if count[0] >= 0:
                 shared.output.wait_full(done, done_parity)
                 column = head[0] * HEAD + slab * 64
                 cute.arch.fence_view_async_shared()
                 if count[0] == CHUNK:
-                    store_output_rows(tma_out, gOut, sV, shared.slabs, token[0], column, done)
+                    start_output_rows(tma_out, gOut, sV, shared.slabs, token[0], column, done)
                 else:
                     copy_output_rows(
                         shared.v_base + done * shared.value_bytes, shared.slabs, mOut, token[0], count[0], column, lane
                     )
                     cute.arch.fence_view_async_shared()
-                shared.v.release(done)
+                stored = done
                 done, done_parity = advance(done, done_parity, INPUT_STAGES)
-        if cutlass.const_expr(stores):
             token, count, head = [token[1], following_token], [count[1], following], [head[1], following_head]
-        if following >= 0:
-            if cutlass.const_expr(shared.slabs == 2):
+        if cutlass.const_expr(shared.slabs == 2):
+            if following >= 0:
                 beta = shared.vector_base + stage * VECTOR_BYTES + BETA
                 merge_solved(shared, (0, 1), beta, work, work_parity, lane)
                 work, work_parity = advance(work, work_parity, WORK_STAGES)
+        if stored >= 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            shared.v.release(stored)
+        if following >= 0:
             shared.inputs.release(stage)
             stage, parity = advance(stage, parity, INPUT_STAGES)
             shared.inputs.wait_full(stage, parity)
@@ -327,7 +321,7 @@ def run_queries(shared, query, stores: cutlass.Constexpr, slab, lane, tma_out, g
 
 
 @cute.jit
-def store_output_rows(
+def start_output_rows(
     tma_out: cute.CopyAtom,
     gOut: cute.Tensor,
     sV: cute.Tensor,
@@ -336,10 +330,15 @@ def store_output_rows(
     column: Int32,
     stage: Int32,
 ):
-    """All 64 rows of a stage to `out` from (token, column) on, by a bulk store; returns when the stage has been read."""
+    """Start the bulk store of all 64 rows of a stage to `out` from (token, column) on."""
     tile = cute.local_tile(cute.domain_offset((token, column), gOut), (CHUNK, 64 * slabs), (0, 0))
     one = cute.make_layout(1)
     source, target = cpasync.tma_partition(tma_out, 0, one, cute.group_modes(sV, 0, 2), cute.group_modes(tile, 0, 2))
     cute.copy(tma_out, source[None, stage], target)
     cute.arch.cp_async_bulk_commit_group()
+
+
+def store_output_rows(tma_out, gOut, sV, slabs, token, column, stage):
+    """`start_output_rows`, until the stage has been read."""
+    start_output_rows(tma_out, gOut, sV, slabs, token, column, stage)
     cute.arch.cp_async_bulk_wait_group(0, read=True)

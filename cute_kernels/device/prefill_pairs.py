@@ -5,7 +5,7 @@
 Key norms are the diagonal of K K^T. A thread holds rows 16 warp + lane // 4 (+ 8) and columns 8 n + 2 (lane % 4), + 1 of both
 products. In 16 x 16 blocks below the diagonal the decay is a row factor times a column factor, taken at the last token of the
 columns' block: both exponents are <= 0. In the block on the diagonal every pair has its own exponential. All warps run the
-same code; what it gives right of the diagonal, even infinity, is not used.
+same code but for blocks that a warp has none of; what it gives right of the diagonal, even infinity, is not used.
 """
 
 import cutlass
@@ -39,7 +39,7 @@ from .prefill_layout import (
     tile_address,
 )
 from .prefill_sync import advance, read_record
-from .warp_ops import load_shared, pack_f16, pick, stmatrix4, stmatrix4_where, store_shared
+from .warp_ops import load_shared, pack_f16, pick, stmatrix4, store_shared
 
 
 def diagonal_block(acc, warp):
@@ -113,8 +113,8 @@ def write_lower(
         store_shared(scratch + ((lane >> 2) + 8 * half) * LOWER_PITCH + (lane & 3) * 8, *near[half][half])
     target = lower + (16 * warp + (lane & 15)) * LOWER_PITCH + (lane >> 4) * 16
     for b in cutlass.range_constexpr(3):
-        words = far_words(kk, b, [rows[b][r] * l_row[r] for r in range(2)], vector, lane)
         if b < warp:
+            words = far_words(kk, b, [rows[b][0] * l_row[0], rows[b][1] * l_row[1]], vector, lane)
             stmatrix4(target + 32 * b, *words)
     return pack_f16(*near[0][1])
 
@@ -140,9 +140,10 @@ def write_weights(qk, vector: Int32, rows, diagonal, tile: Int32, warp: Int32, l
     own = tile_address(tile, 16 * warp + (lane & 15), 2 * warp + (lane >> 4))
     stmatrix4(own, *near)
     for b in cutlass.range_constexpr(3):
-        at = tile_address(tile, 16 * warp + (lane & 15), 2 * b + (lane >> 4))
-        words = far_words(qk, b, [rows[b][r] * p_row[r] for r in range(2)], vector, lane)
-        stmatrix4_where(Int32(b < warp), at, *words)
+        if b < warp:
+            at = tile_address(tile, 16 * warp + (lane & 15), 2 * b + (lane >> 4))
+            words = far_words(qk, b, [rows[b][0] * p_row[0], rows[b][1] * p_row[1]], vector, lane)
+            stmatrix4(at, *words)
 
 
 @cute.jit
@@ -220,6 +221,7 @@ def run_pairs(shared, tidx, index, warp, lane, l2norm, sK, sQ, pair_mma, transit
             multiply(pair_mma, qk, left_q, right_k, stage)
         solve_halves(scratch, link, lower, t_tile, vector + BETA, warp, lane)
         shared.solved.publish(index)
+        shared.pairs.publish_to_async(work)
         next_stage, next_parity = stage, parity
         for _ in cutlass.range_constexpr(groups):
             next_stage, next_parity = advance(next_stage, next_parity, INPUT_STAGES)
@@ -236,8 +238,8 @@ def run_pairs(shared, tidx, index, warp, lane, l2norm, sK, sQ, pair_mma, transit
             # Found again: there are no registers to keep them in.
             rows, diagonal = pair_factors(vector, warp, lane)
             write_weights(qk, vector, rows, diagonal, p_tile, warp, lane)
+            shared.weights.publish_to_async(work)
         shared.inputs.release(stage)
-        shared.pairs.publish_to_async(work)
         for _ in cutlass.range_constexpr(groups):
             work, work_parity = advance(work, work_parity, WORK_STAGES)
         stage, parity = next_stage, next_parity

@@ -17,10 +17,11 @@ the head; 1: half of them (slab `block % 2`), with the same bits:
     data                 items (`device/prefill_schedule.py`), chunk list, TMA, gates, query norms, K', output rows
                          (`device/prefill_gdn_rows.py`), the rest of the inverse (`prefill_gdn_inverse.py`); 4 warps, of half
                          a head 8
-The producer fills *inputs* (K, Q, record, gates), pairs publish *keys* (key vectors), *solved* (diagonal blocks) and *pairs*
-(P), data warps *queries*, *update* (K') and *pairs* (T'); state waits for these and for V. It stores a chunk's output over the
-chunk's V tile while the next chunk's first product runs. Rows of a short chunk beyond its end may hold a neighbour's tokens,
-even NaN: the pairs role zeroes q and k there before a product reads them, v is selected away.
+The producer fills *inputs* (K, Q, record, gates), pairs publish *keys* (key vectors), *solved* and *pairs* (diagonal blocks)
+and *weights* (P), data warps *queries* and *pairs* (K', the rest of T'); state waits for these and for V. Its slabs take turns
+at the products behind V' (`prefill_turns.py`). It stores a chunk's output over the chunk's V tile while the next chunk's first
+product runs. Rows of a short chunk beyond its end may hold a neighbour's tokens, even NaN: the pairs role zeroes q and k there
+before a product reads them, v is selected away.
 
 Long rows in parts (exact for every gate): a segment maps its start state to S A + N. The transition launch finds, for each
 segment but the last, N (the segment run from a zero state; the first from the true one) and A (run from the identity with
@@ -58,7 +59,6 @@ from ..device.prefill_gdn_rows import (
     VECTOR_BYTES,
     X_FACTOR,
     load_scalars,
-    prefetch_scalars,
     run_gates,
     run_keys,
     run_merges,
@@ -77,6 +77,7 @@ from ..device.prefill_layout import (
     Field,
     Flag,
 )
+from ..device.prefill_loads import load_tile, prefetch_first
 from ..device.prefill_pairs import run_pairs
 from ..device.prefill_schedule import find_work, next_chunk, next_row
 from ..device.prefill_state import (
@@ -97,6 +98,7 @@ from ..device.prefill_state import (
     subtract_from_values,
 )
 from ..device.prefill_sync import Bundle, Ring, advance, read_record, write_record
+from ..device.prefill_turns import begin_turns, end_turns, pass_turn, take_turn
 from ..device.warp_ops import load_shared, store_shared
 
 THREADS = {2: 512, 1: 640}
@@ -243,6 +245,7 @@ class GdnPrefill:
         update_layout: cute.ComposedLayout,
         pair_layout: cute.ComposedLayout,
     ):
+        cute.arch.griddepcontrol_launch_dependents()  # short rows of the same call may run beside these
         tidx, _, _ = cute.arch.thread_idx()
         item, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
@@ -254,6 +257,8 @@ class GdnPrefill:
         sT = storage.sT.get_tensor(pair_layout.outer, swizzle=pair_layout.inner)
         sP = storage.sP.get_tensor(pair_layout.outer, swizzle=pair_layout.inner)
         shared = self.bundle(storage, mKeptSlots)
+        if tidx // 32 == 12:
+            prefetch_first((tma_k, tma_q, tma_v, tma_out), (mALog, mDtBias, mReadIds, mWriteIds), tidx % 32)
         if tidx == 0:
             for ring in shared.rings:
                 ring.initialise()
@@ -327,7 +332,7 @@ class GdnPrefill:
         log = mLog.iterator.toint()
         rings, used = [], 0
         # Warps that read or write the ring's stages; of a whole head some data warps do two things.
-        state, queries, merges = (8, 3, 3) if self.slabs == 2 else (4, 2, 2)
+        state, queries, columns = (8, 3, 3) if self.slabs == 2 else (4, 2, 4)
         data = 3 if self.slabs == 2 else (4 if self.key.transition else 6)
         stores = not self.key.transition
         for stages, producers, consumers in (
@@ -336,19 +341,20 @@ class GdnPrefill:
             (INPUT_STAGES, 1, 1 if stores else state),  # V: full by TMA, empty when its output has gone
             (INPUT_STAGES, 4, 1),  # key vectors, full only; empty with the inputs, as are the next
             (INPUT_STAGES, queries, 1),  # query vectors
-            (WORK_STAGES, 2, 1),  # K', full only; empty with the next
-            (WORK_STAGES, 4 + merges, state),  # T' and P
+            (WORK_STAGES, 4 + columns, state),  # T' and K'
+            (WORK_STAGES, 4, 1),  # P, full only; empty with these
             (INPUT_STAGES, state, 1),  # output, full only
             (INPUT_STAGES, 1, 1),  # chunk record for the gates' warp of half a head, full only
-            (3 - self.slabs, 4, merges),  # triangular work matrix: diagonal blocks inverted, T' finished
+            # triangular work matrix: diagonal blocks inverted, T' finished
+            (3 - self.slabs, 4, 3 if self.slabs == 2 else 2),
         ):
             probe = (self.key.debug, len(rings), log) if self.key.debug else None
             rings.append(Ring(barriers + used, stages, producers, consumers, probe))
             used += 2 * stages
-        inputs, v, keys, queries, update, pairs, output, begun, solved = rings
+        inputs, v, keys, queries, pairs, weights, output, begun, solved = rings
         return Bundle(
             slabs=self.slabs, value_bytes=self.slabs * TILE_BYTES,
-            rings=rings, inputs=inputs, v=v, keys=keys, queries=queries, update=update, pairs=pairs, output=output,
+            rings=rings, inputs=inputs, v=v, keys=keys, queries=queries, pairs=pairs, weights=weights, output=output,
             begun=begun, solved=solved,
             records=storage.records.data_ptr().toint(),
             vector_base=storage.vectors.data_ptr().toint(),
@@ -409,14 +415,8 @@ class GdnPrefill:
                 count = end - position
                 last = end == stop
                 flags = flags | last_flag if last else flags
-                # The next chunk's gates are under way while this one waits; behind the last chunk there is an empty one.
+                # Behind the last chunk there is an empty one.
                 next_end, next_kept, entry = next_chunk(end, stop, entry, entry_end, mKeptEnds, mKeptSlots, num_slots)
-                next_raw, next_logit = raw, logit
-                if cutlass.const_expr(self.slabs == 2):
-                    next_raw = load_scalars(mA, start + end, next_end - end, head, lane)
-                    next_logit = load_scalars(mB, start + end, next_end - end, head, lane)
-                    # A load from L2 is done before the gates' arithmetic, one from memory is not.
-                    prefetch_scalars((mA, mB), start + next_end, stop - next_end, head, lane)
                 shared.inputs.wait_empty(stage, parity)
                 with cute.arch.elect_one():
                     write_record(shared.records, stage, [token, count, flags, head, read, write, kept, sequence])
@@ -424,19 +424,21 @@ class GdnPrefill:
                 if cutlass.const_expr(self.slabs == 1):
                     shared.begun.publish(stage)
                 k_column = head // (hv // hk) * HEAD
-                self.load_tile(tma_k, gK, sK, token, k_column, stage, shared.inputs)
+                load_tile(tma_k, gK, sK, token, k_column, stage, shared.inputs)
                 if cutlass.const_expr(not self.key.transition):
-                    self.load_tile(tma_q, gQ, sQ, token, k_column, stage, shared.inputs)
-                if cutlass.const_expr(self.slabs == 2):
-                    write_gates(raw, logit, bias, rate, count, shared.vector_base + stage * VECTOR_BYTES, lane)
-                    shared.inputs.publish(stage)
+                    load_tile(tma_q, gQ, sQ, token, k_column, stage, shared.inputs)
                 # V waits for the output that lies over an older V: one chunk behind K and Q it does not hold them up.
                 if token_v >= 0:
                     stage_v, parity_v = self.load_values(tma_v, gV, sV, token_v, column_v, stage_v, parity_v, shared.v)
                 token_v, column_v = token, head * HEAD + slab * 64
+                if cutlass.const_expr(self.slabs == 2):
+                    write_gates(raw, logit, bias, rate, count, shared.vector_base + stage * VECTOR_BYTES, lane)
+                    shared.inputs.publish(stage)
+                    # The next chunk's are under way while its stage is waited for.
+                    raw = load_scalars(mA, start + end, next_end - end, head, lane)
+                    logit = load_scalars(mB, start + end, next_end - end, head, lane)
                 stage, parity = advance(stage, parity, INPUT_STAGES)
                 position, end, kept = end, next_end, next_kept
-                raw, logit = next_raw, next_logit
                 flags = Int32(int(Flag.STOP)) if last else flags & Flag.IDENTITY
         if token_v >= 0:
             self.load_values(tma_v, gV, sV, token_v, column_v, stage_v, parity_v, shared.v)
@@ -454,16 +456,8 @@ class GdnPrefill:
         """Load a V tile once its stage is free; the stage after it."""
         ring.wait_empty(stage, parity)
         ring.expect(stage, self.slabs * TILE_BYTES)
-        self.load_tile(tma_v, gV, sV, token, column, stage, ring, 64 * self.slabs)
+        load_tile(tma_v, gV, sV, token, column, stage, ring, 64 * self.slabs)
         return advance(stage, parity, INPUT_STAGES)
-
-    @cute.jit
-    def load_tile(self, tma, gX, sX, token, column, stage, ring: cutlass.Constexpr, width: cutlass.Constexpr = HEAD):
-        """Start the TMA load of a tile of gX, 64 rows from (token, column) on, into a stage."""
-        tile = cute.local_tile(cute.domain_offset((token, column), gX), (CHUNK, width), (0, 0))
-        one = cute.make_layout(1)
-        target, source = cpasync.tma_partition(tma, 0, one, cute.group_modes(sX, 0, 2), cute.group_modes(tile, 0, 2))
-        cute.copy(tma, source, target[None, stage], tma_bar_ptr=ring.full + stage)
 
     @cute.jit
     def run_state(
@@ -493,6 +487,7 @@ class GdnPrefill:
         words = cute.make_rmem_tensor(cute.make_layout(16), Uint32)
         words.fill(0)
         done_stage, done = Int32(0), Int32(0)
+        begin_turns(group, self.slabs)
         while (record[Field.FLAGS] & Flag.STOP) == 0:
             count, flags, head = record[Field.COUNT], record[Field.FLAGS], record[Field.HEAD]
             vector = shared.vector_base + stage * VECTOR_BYTES
@@ -528,7 +523,9 @@ class GdnPrefill:
             scale_state(S, decay)
             warpgroup.wait_group(0)
             left_v = as_left_operand(Y, token_shape, Float16)
-            shared.update.wait_full(work, work_parity)
+            if cutlass.const_expr(not self.key.transition):
+                shared.weights.wait_full(work, work_parity)
+            take_turn(group, self.slabs)
             warpgroup.fence()
             if cutlass.const_expr(not self.key.transition):
                 contract(read_mma, O, left_s, right_q, stage, HEAD // 16, False)
@@ -541,6 +538,7 @@ class GdnPrefill:
                 warpgroup.fence()
                 contract(token_mma, O, left_v, right_p, work, CHUNK // 16, True)
                 warpgroup.commit_group()
+            pass_turn(group, self.slabs)
             warpgroup.wait_group(0)
             shared.inputs.release(stage)
             shared.pairs.release(work)
@@ -558,6 +556,7 @@ class GdnPrefill:
             work, work_parity = advance(work, work_parity, WORK_STAGES)
             shared.inputs.wait_full(stage, parity)
             record = read_record(shared.records, stage)
+        end_turns(group, self.slabs)
         if cutlass.const_expr(not self.key.transition):
             store_output_tile(words, done, own_values + done_stage * shared.value_bytes, warp, lane)
             shared.output.publish(done_stage, done)
