@@ -6,6 +6,8 @@ and never on its batch. A chunk costs the same however few of its 64 tokens ther
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from . import gdn_launch, kda_launch, verify_launch
@@ -40,12 +42,20 @@ def launch_prefill(
         return
     arguments = (q, k, v, gate, b, A_log, dt_bias, state, read_ids, write_ids, cu_seqlens, out)
     options = {"checkpoints": checkpoints, "scale": scale, "qk_l2norm": qk_l2norm}
-    verify_launch.launch_recurrent_prefill(
-        kind, *arguments, **options, lower_bound=lower_bound, max_tokens=SHORT_TOKENS
+    short = functools.partial(
+        verify_launch.launch_recurrent_prefill,
+        kind,
+        *arguments,
+        **options,
+        lower_bound=lower_bound,
+        max_tokens=SHORT_TOKENS,
     )
     if q.shape[0] <= SHORT_TOKENS:
-        return
-    if kind == "gdn":
+        short()
+    elif kind == "gdn":
+        # Short rows behind the others and beside them: their blocks take what multiprocessors long chains leave idle.
         gdn_launch.launch_chunked(*arguments, **options, min_tokens=SHORT_TOKENS + 1)
+        short(overlaps=True)
     else:
+        short()
         kda_launch.launch_chunked(*arguments, **options, lower_bound=lower_bound, min_tokens=SHORT_TOKENS + 1)

@@ -201,12 +201,14 @@ def launch_recurrent_prefill(
     lower_bound: float | None = None,
     min_tokens: int = 0,
     max_tokens: int | None = None,
+    overlaps: bool = False,
     key: configs.RecurrentPrefillKey | None = None,
 ) -> None:
     """Run packed sequences token by token; `out` [T, HV, V] is filled whole. Arguments as `launch_verify`.
 
     A sequence of fewer than `min_tokens` or more than `max_tokens` tokens is left alone: nothing of it is read or written,
-    its rows of `out` included. Rows of `out` beyond `cu_seqlens[N]` become zeros all the same.
+    its rows of `out` included. Rows of `out` beyond `cu_seqlens[N]` become zeros all the same. `overlaps`: the launch before
+    writes nothing that this one touches, and both may run at once.
     """
     if read_ids.shape[0] == 0:
         out.zero_()
@@ -238,4 +240,5 @@ def launch_recurrent_prefill(
         int(qk_l2norm),
         q.shape[2] ** -0.5 if scale is None else scale,
         0.0 if lower_bound is None else lower_bound,
+        int(overlaps),
     )

@@ -73,6 +73,7 @@ class RecurrentPrefill:
         l2norm: Int32,  # 0: q and k are normalised already
         scale: Float32,
         lower_bound: Float32,
+        overlaps: Int32,  # 1: starts when the launch before it has started, which must write nothing that this one touches
         stream,
     ):
         n = cute.size(mReadIds, mode=[0])
@@ -87,6 +88,7 @@ class RecurrentPrefill:
             stream=stream,
             min_blocks_per_mp=3,  # ptxas spills into a tighter budget when it is free to choose
             preferred_smem_carveout=50,
+            use_pdl=overlaps,
         )  # fmt: skip
 
     @cute.kernel
@@ -137,6 +139,10 @@ class RecurrentPrefill:
                 first = Int32(mCu[n]) + tidx // vectors
                 for row in cutlass.range(first, cute.size(mOut, mode=[0]), self.threads // vectors, unroll=1):
                     store_vector(zero_vector(BFloat16, 8), row_ptr(mOut, row, inner, 16), 8)
+                if place == 0:
+                    # What follows waits for this launch alone, so it ends after the one that it overlaps. One block waits: all
+                    # of them would keep later ones from starting.
+                    cute.arch.griddepcontrol_wait()
 
     @cute.jit
     def sequence(
@@ -250,5 +256,6 @@ def build(key: RecurrentPrefillKey):
         Int32(1),
         Float32(1.0),
         Float32(-1.0),
+        Int32(0),
         fake_stream(),
     )

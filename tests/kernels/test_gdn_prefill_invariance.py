@@ -60,6 +60,25 @@ def test_short_rows_are_left_to_another_kernel(long_length):
     assert torch.equal(bits(pool[others]), bits(start[others]))
 
 
+def test_what_follows_the_call_finds_short_and_long_rows_done():
+    """Short rows run beside the others, and the next launch on the stream waits for both."""
+    lengths, hv = (*[1] * 60, 2000, 48), 8
+    n = len(lengths)
+    inputs = delta_inputs("gdn", "trained", sum(lengths), 2, hv, device="cuda")
+    start = filled_pool(2 * n, hv, torch.float32, "trained", range(n))
+    read, cu = torch.arange(n, dtype=torch.int32, device="cuda"), cu_seqlens(lengths, device="cuda")
+    found = []
+    for _ in range(50):
+        pool = start.clone()
+        out = torch.full((sum(lengths), hv, 128), math.nan, dtype=torch.bfloat16, device="cuda")
+        public(*inputs.tensors, pool, read, read + n, cu, out=out)
+        found.append((out.clone(), pool[n:].clone()))
+    assert all(x.isfinite().all() for x in found[0])
+    for out, states in found[1:]:
+        assert torch.equal(bits(out), bits(found[0][0]))
+        assert torch.equal(bits(states), bits(found[0][1]))
+
+
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_do_not_depend_on_batch_slots_or_place(dtype, path):
