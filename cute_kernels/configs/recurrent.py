@@ -47,7 +47,7 @@ class RecurrentDecodeKey:
         """Why this key has no kernel, or None."""
         if self.rows not in (1, 2, 4):
             return f"rows={self.rows}: the butterfly reduces 1, 2 or 4 rows"
-        if not 1 <= self.warps <= 16 or 128 % self.tile:
+        if not 2 <= self.warps <= 16 or 128 % self.tile:
             return f"warps={self.warps}, rows={self.rows}: a tile of {self.tile} rows does not divide 128"
         return None
 
@@ -72,7 +72,7 @@ def candidates(kind: Kind, state: StateDtype) -> list[RecurrentDecodeKey]:
     keys = [
         RecurrentDecodeKey(kind, state, rows, warps, pdl)
         for rows in (1, 2, 4)
-        for warps in (1, 2, 4, 8)
+        for warps in (2, 4, 8)
         for pdl in (False, True)
     ]
     return [key for key in keys if key.rejection() is None]

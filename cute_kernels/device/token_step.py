@@ -85,6 +85,28 @@ def normalize_pair(raw_k: cute.Tensor, raw_q: cute.Tensor, scale: Float32, l2nor
 
 
 @cute.jit
+def normalize_halves(raw_k: cute.Tensor, raw_q: cute.Tensor, is_q: Boolean, scale: Float32, l2norm: Boolean):
+    """`normalize_pair` by the two halves of a warp, both given both vectors: k or q (`is_q`) normalised, and in lane 0 k.q.
+
+    A scale of one leaves k's bits alone.
+    """
+    raw = cute.make_rmem_tensor(cute.make_layout(NORM_VALUES), BFloat16)
+    words, words_k, words_q = (cute.recast_tensor(rX, Int32) for rX in (raw, raw_k, raw_q))
+    for i in cutlass.range_constexpr(NORM_VALUES // 2):
+        words[i] = words_q[i] if is_q else words_k[i]
+    wide_k, wide_q, rX = (widen(rX, NORM_VALUES) for rX in (raw_k, raw_q, raw))
+    squares, kq = dot_channels(rX, rX), dot_channels(wide_k, wide_q)
+    for step in cutlass.range_constexpr(NORM_LANES.bit_length() - 1):
+        squares = add_rn(squares, cute.arch.shuffle_sync_bfly(squares, offset=1 << step))
+        kq = add_rn(kq, cute.arch.shuffle_sync_bfly(kq, offset=1 << step))
+    factor = mul_rn(norm_factor(squares, l2norm), scale if is_q else Float32(1.0))
+    rY = cute.make_rmem_tensor(cute.make_layout(NORM_VALUES), Float32)
+    for i in cutlass.range_constexpr(NORM_VALUES):
+        rY[i] = mul_rn(rX[i], factor)
+    return rY, mul_rn(mul_rn(kq, factor), cute.arch.shuffle_sync_bfly(factor, offset=NORM_LANES))
+
+
+@cute.jit
 def norm_factor(squares: Float32, l2norm: Boolean) -> Float32:
     """1 / sqrt(squares + 1e-6), or 1 without `l2norm`."""
     norm = cute.math.rsqrt(add_rn(squares, Float32(L2NORM_EPS)), fastmath=True)

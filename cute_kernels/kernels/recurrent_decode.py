@@ -4,10 +4,10 @@
 
 A block owns `tile` rows of V of one (sequence n, value head h); grid (HV * 128 / tile, N).
 1  every thread reads the ids and issues its state loads, 16-byte vectors, to registers: 16 lanes a V row, `rows` rows a lane;
-2  with PDL it waits for the previous kernel only now if that one wrote neither ids, slots nor weights (`settled`), else before 1;
-   then the next kernel may start;
+2  with PDL it waits for the previous kernel only now if that one wrote neither ids, slots nor weights (`settled`) and may still
+   run, else before 1; then the next kernel may start: it does when the last block says so, so that one says it first;
 3  all that is left is asked for at once: q, k by the first warp, v, gates and beta;
-4  16 lanes normalise k and q (8 channels each) and form k.q, into shared memory (1 KiB); the last warp puts beta and the decay;
+4  16 lanes each normalise k and q (8 channels) and form k.q, into shared memory (1 KiB); the last warp puts beta and the decay;
 5  one block barrier; every thread reads its 8 k, q (and decay) values;
 6  one pass over the registers gives s, s.k and s.q; one butterfly reduces all of a lane's rows; o = s.q + u (k.q);
 7  S' goes from registers to the write slot, rounded once; o by the lanes that hold the s.q sums.
@@ -17,7 +17,7 @@ and stores nothing; a row with neither gives zeros.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, const_expr
+from cutlass import BFloat16, Boolean, Float32, Int32, const_expr
 from cutlass.cute.runtime import make_fake_tensor
 
 from ..compile.cache import cute_compile
@@ -25,7 +25,7 @@ from ..compile.fake import fake_ids, fake_stream, fake_vector
 from ..configs.recurrent import RecurrentDecodeKey
 from ..device.arith import sigmoid
 from ..device.conv import copy_into
-from ..device.memory import load_vector, offset_ptr, smem_ptr, store_vector, zero_vector
+from ..device.memory import GMEM, load_vector, made_here, offset_ptr, smem_ptr, store_vector, zero_vector
 from ..device.reduce import owned_row
 from ..device.state_io import row_ptr, slot_is_valid, slot_ptr
 from ..device.token_step import (
@@ -36,7 +36,7 @@ from ..device.token_step import (
     holds_output,
     lane_in_row,
     load_rows_if,
-    normalize_pair,
+    normalize_halves,
     place_of,
     put_channels,
     store_rows,
@@ -46,8 +46,16 @@ from ..device.token_step import (
     widen_rows,
 )
 
+#: Blocks that load their state while the previous kernel drains: half of what an H200 holds. With all of them nobody reads
+#: between the end of that kernel and the first stores of this one.
+EARLY_BLOCKS = 8 * 132
 LANES = 16  # that share a row of V: with 8 a thread holds twice the k, q and decay, and fewer blocks fit an SM
 GRID_Y = 65535  # rows of the grid; more sequences go to its z dimension
+
+
+def bf16_ptr(address, align):
+    """Pointer to bf16 in global memory."""
+    return cute.make_ptr(BFloat16, address, GMEM, assumed_align=align)
 
 
 class RecurrentDecode:
@@ -123,8 +131,10 @@ class RecurrentDecode:
         tile, row_low, row_high = cute.arch.block_idx()
         seq = row_high * GRID_Y + row_low
         if seq < n:
+            tiles, _, _ = cute.arch.grid_dim()
+            early = (settled != 0) & (seq * tiles + tile < EARLY_BLOCKS)
             self.step(
-                mQ, mK, mV, mGate, mBeta, mALog, mBias, mState, mReadIds, mWriteIds, mOut, l2norm, settled, scale, lower_bound,
+                mQ, mK, mV, mGate, mBeta, mALog, mBias, mState, mReadIds, mWriteIds, mOut, l2norm, early, scale, lower_bound,
                 heads_ratio, tidx, tile // self.tiles, tile % self.tiles, seq,
             )  # fmt: skip
 
@@ -143,7 +153,7 @@ class RecurrentDecode:
         mWriteIds: cute.Tensor,
         mOut: cute.Tensor,
         l2norm: Int32,
-        settled: Int32,
+        early: Boolean,
         scale: Float32,
         lower_bound: Float32,
         heads_ratio: Float32,
@@ -153,8 +163,9 @@ class RecurrentDecode:
         seq: Int32,
     ):
         if const_expr(self.key.pdl):
-            if settled == 0:
+            if not early:
                 cute.arch.griddepcontrol_wait()
+                cute.arch.griddepcontrol_launch_dependents()
         smem = cutlass.utils.SmemAllocator()
         sKQ = smem.allocate_tensor(Float32, cute.make_layout(2 * HEAD_DIM), 16)
         sDecay = smem.allocate_tensor(Float32, cute.make_layout(HEAD_DIM if self.kda else 1), 16)
@@ -174,19 +185,22 @@ class RecurrentDecode:
         gate_thread = tidx - (self.threads - self.gate_threads)
         rBias = self.load_bias(mBias, gate_thread, head)
         a_log = mALog[head]
+        first, second = self.input_addresses(mQ, mK, mGate, mBeta, tidx, gate_thread, seq, head, key_head)
+        v_ptr = made_here(row_ptr(mV, seq, head * HEAD_DIM + own, 2), 2)
         if const_expr(self.key.pdl):
-            if settled != 0:
+            if early:
                 cute.arch.griddepcontrol_wait()
-            cute.arch.griddepcontrol_launch_dependents()
+                cute.arch.griddepcontrol_launch_dependents()
 
+        v_own = load_vector(v_ptr, 1)
         raw_k, raw_q = zero_vector(BFloat16, NORM_VALUES), zero_vector(BFloat16, NORM_VALUES)
+        raw_gate, raw_beta = zero_vector(BFloat16, self.gate_width), zero_vector(BFloat16, 1)
         if tidx < 32:
-            channel = key_head * HEAD_DIM + tidx % NORM_LANES * NORM_VALUES
-            copy_into(row_ptr(mK, seq, channel, 16), raw_k, NORM_VALUES)
-            copy_into(row_ptr(mQ, seq, channel, 16), raw_q, NORM_VALUES)
-        raw_gate = self.load_gate(mGate, gate_thread, seq, head)
-        raw_beta = load_vector(row_ptr(mBeta, seq, head, 2), 1)
-        v_own = load_vector(row_ptr(mV, seq, head * HEAD_DIM + own, 2), 1)
+            copy_into(bf16_ptr(first, 16), raw_k, NORM_VALUES)
+            copy_into(bf16_ptr(second, 16), raw_q, NORM_VALUES)
+        if gate_thread >= 0:
+            copy_into(bf16_ptr(first, 2 * self.gate_width), raw_gate, self.gate_width)
+            copy_into(bf16_ptr(second, 2), raw_beta, 1)
         if tidx < 32:
             self.put_vectors(raw_k, raw_q, sKQ, sScalar, l2norm, scale, tidx)
         if gate_thread >= 0:
@@ -218,13 +232,25 @@ class RecurrentDecode:
         return rBias
 
     @cute.jit
-    def load_gate(self, mGate: cute.Tensor, gate_thread: Int32, seq: Int32, head: Int32) -> cute.Tensor:
-        """Raw gate of the thread's decays."""
-        raw_gate = zero_vector(BFloat16, self.gate_width)
-        if gate_thread >= 0:
-            first = head * HEAD_DIM + gate_thread * self.gate_width if const_expr(self.kda) else head
-            copy_into(row_ptr(mGate, seq, first, 2 * self.gate_width), raw_gate, self.gate_width)
-        return raw_gate
+    def input_addresses(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mGate: cute.Tensor,
+        mBeta: cute.Tensor,
+        tidx: Int32,
+        gate_thread: Int32,
+        seq: Int32,
+        head: Int32,
+        key_head: Int32,
+    ):
+        """Where the two things are that a thread asks for behind the wait: k and q, or gate and beta."""
+        channel = key_head * HEAD_DIM + tidx % NORM_LANES * NORM_VALUES
+        inner = head * HEAD_DIM + gate_thread * self.gate_width if const_expr(self.kda) else head
+        k, q = row_ptr(mK, seq, channel, 16).toint(), row_ptr(mQ, seq, channel, 16).toint()
+        gate, beta = row_ptr(mGate, seq, inner, 2 * self.gate_width).toint(), row_ptr(mBeta, seq, head, 2).toint()
+        first, second = k if tidx < 32 else gate, q if tidx < 32 else beta
+        return made_here(bf16_ptr(first, 2), 2).toint(), made_here(bf16_ptr(second, 2), 2).toint()
 
     @cute.jit
     def put_vectors(
@@ -237,11 +263,10 @@ class RecurrentDecode:
         scale: Float32,
         tidx: Int32,
     ):
-        """Normalised k, scaled q and k.q into shared memory by warp 0, whose two halves do the same work."""
-        rK, rQ, kq = normalize_pair(raw_k, raw_q, scale, l2norm != 0)
-        if tidx < NORM_LANES:
-            put_channels(rK, sKQ.iterator, 0, tidx, self.dtype)
-            put_channels(rQ, sKQ.iterator, HEAD_DIM, tidx, self.dtype)
+        """Normalised k (lanes 0..15), scaled q (16..31) and k.q into shared memory by warp 0."""
+        is_q = tidx >= NORM_LANES
+        rX, kq = normalize_halves(raw_k, raw_q, is_q, scale, l2norm != 0)
+        put_channels(rX, sKQ.iterator, (HEAD_DIM if is_q else 0), tidx % NORM_LANES, self.dtype)
         if tidx == 0:
             sScalar[1] = kq
 
