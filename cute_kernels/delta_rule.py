@@ -192,7 +192,7 @@ def decode(
     """
     try:
         function, factor = decode_function(
-            backend, q.get_device(), kda, lower_bound, scale, state.dtype, q.shape, v.shape, dt_bias.shape
+            backend, q.get_device(), kda, lower_bound, scale, state.dtype, q.shape, A_log.numel(), dt_bias.numel()
         )
         if out is None:
             out = torch.empty_like(v)
@@ -342,18 +342,18 @@ def decode_function(
     scale: float | None,
     dtype: torch.dtype,
     q: torch.Size,
-    v: torch.Size,
-    dt_bias: torch.Size,
+    hv: int,
+    bias: int,
 ) -> tuple[CompiledKernel, float]:
-    """The loaded function for these shapes and the scale, on CUDA device number `device` (-1: none).
+    """The loaded function for these sizes and the scale, on CUDA device number `device` (-1: none).
 
-    Raises ValueError or KeyError where there is nothing to launch: the reference is to run, there are no rows, or the sizes
-    contradict each other.
+    q: its shape. hv, bias: lengths of A_log, which the function compares with v and the pool, and of dt_bias. Raises ValueError
+    or KeyError where there is nothing to launch: the reference is to run, there are no rows, or the sizes contradict each other.
     """
     if device < 0 or not uses_kernels(backend, torch.device("cuda", device)):
         raise ValueError
-    (rows, hk, width), hv = q, v[1]
-    if rows == 0 or hv % hk or dt_bias.numel() != (hv * HEAD_DIM if kda else hv):
+    rows, hk, width = q
+    if rows == 0 or hv % hk or bias != (hv * HEAD_DIM if kda else hv):
         raise ValueError
     check_gate(lower_bound, scale)
     function = recurrent_decode(recurrent.choose(kind_of(kda, lower_bound), STATE_NAMES[dtype], rows * hv))

@@ -181,9 +181,9 @@ def launch(
     )
     target = out
     try:
-        shapes = (x.shape, z.shape, state.shape, dt_bias.shape, norm_weight.shape)
+        sizes = (x.shape, z.numel(), A_log.numel(), dt_bias.numel(), norm_weight.numel())
         dtypes = (state.dtype, conv_weight.dtype, norm_weight.dtype)
-        drafts: tuple[Lengths, torch.Size] | None = None
+        drafts: tuple[Lengths, int] | None = None
         step: tuple[Any, ...] = ()
         if verify is not None:
             cu_seqlens, log, num_accepted = verify
@@ -194,17 +194,17 @@ def launch(
                 half.numel(),
                 None if log_rows is None else log_rows.numel(),
             )
-            drafts = (lengths, log.k.shape)
+            drafts = (lengths, log.k.shape[3])
             rows = half if log_rows is None else log_rows
             step = (cu_seqlens, log.k, log.u, log.g, log.x, half, rows, num_accepted)
-        function, flags, factor = layer_function(kda, lower_bound, scale, eps, gate_activation, dtypes, shapes, drafts)
+        function, flags, factor = layer_function(kda, lower_bound, scale, eps, gate_activation, dtypes, sizes, drafts)
         rest = conv_weight
         if conv_bias is not None:
             if conv_bias.shape != conv_weight.shape[:1] or not conv_bias.is_contiguous():
                 raise ValueError
             flags, rest = flags | configs.CONV_BIAS, conv_bias.unsqueeze(1)
-        if flags & configs.NORM_BF16:
-            norm_weight = norm_weight.view(torch.float32)  # words of two; the kernel reads them by the flag
+        if not flags & configs.NORM_BF16:
+            norm_weight = norm_weight.view(torch.bfloat16)  # two a value; the kernel reads them by the flag
         if out is None:
             target = torch.empty_like(z, memory_format=torch.contiguous_format)
         function(
@@ -247,29 +247,30 @@ def layer_function(
     eps: float,
     gate_activation: GateActivation,
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
-    shapes: tuple[torch.Size, torch.Size, torch.Size, torch.Size, torch.Size],
-    drafts: tuple[Lengths, torch.Size] | None,
+    sizes: tuple[torch.Size, int, int, int, int],
+    drafts: tuple[Lengths, int] | None,
 ) -> tuple[CompiledKernel, int, float]:
     """The loaded function, the flags and the scale that these arguments decide. ValueError or KeyError where no kernel fits.
 
-    dtypes: of state, conv_weight and norm_weight. shapes: of x, z, state, dt_bias and norm_weight. drafts: of a verify step its
-    lengths and the shape of the log's keys.
+    dtypes: of state, conv_weight and norm_weight. sizes: shape of x, values of z, lengths of A_log, which the function compares
+    with the pool, dt_bias and norm_weight. drafts: of a verify step its lengths and the log's key heads.
     """
-    (tokens, channels), (_, values), (_, hv, _, width), bias, norm = shapes
+    (tokens, channels), values, hv, bias, norm = sizes
     hk, rest = divmod(channels - hv * HEAD_DIM, 2 * HEAD_DIM)
-    fits = hk > 0 and not rest and hv % hk == 0 and values == hv * HEAD_DIM and norm == (HEAD_DIM,)
-    fits &= bias.numel() == (hv * HEAD_DIM if kda else hv) and is_finite(eps) and eps >= 0.0
+    fits = hk > 0 and not rest and hv % hk == 0 and values == tokens * hv * HEAD_DIM and norm == HEAD_DIM
+    fits &= bias == (hv * HEAD_DIM if kda else hv) and is_finite(eps) and eps >= 0.0
     rows, mapped = tokens, None
     if drafts is not None:
-        (rows, bounds, log_rows, mapped), keys = drafts
-        fits &= bounds == rows + 1 and keys[3] == hk and (rows <= log_rows if mapped is None else rows == mapped)
-    if not fits or rows == 0 or gate_activation not in ("silu", "sigmoid"):
+        (rows, bounds, log_rows, mapped), log_hk = drafts
+        fits &= bounds == rows + 1 and log_hk == hk and (rows <= log_rows if mapped is None else rows == mapped)
+    fits &= rows > 0 and dtypes[2] in WEIGHT_DTYPES
+    if not fits or gate_activation not in ("silu", "sigmoid"):
         raise ValueError
     check_gate(lower_bound, scale)
     flags = configs.SILU_GATE if gate_activation == "silu" else 0
     flags |= configs.NORM_BF16 if dtypes[2] == torch.bfloat16 else 0
     flags |= configs.MAPPED if mapped is not None else 0
-    factor = width**-0.5 if scale is None else scale
+    factor = HEAD_DIM**-0.5 if scale is None else scale
     kind, state, weight = kind_of(kda, lower_bound), STATE_NAMES[dtypes[0]], STATE_NAMES[dtypes[1]]
     if drafts is None:
         return layer_decode(configs.choose(kind, state, weight, rows * hv)), flags, factor

@@ -54,8 +54,8 @@ def launch_verify(
     """
     log, rows = draft_log, draft_log.rows
     lengths = (read_ids.numel(), cu_seqlens.numel(), log.half.numel(), None if rows is None else rows.numel())
-    shapes = (q.shape, v.shape, dt_bias.shape)
-    function, factor = verify_function(kind, lower_bound, scale, state.dtype, round_every_token, shapes, lengths, key)
+    sizes = (q.shape[1], A_log.numel(), dt_bias.numel())
+    function, factor = verify_function(kind, lower_bound, scale, state.dtype, round_every_token, sizes, lengths, key)
     function(
         q,
         k,
@@ -91,15 +91,15 @@ def verify_function(
     scale: float | None,
     dtype: torch.dtype,
     round_tokens: bool,
-    shapes: tuple[torch.Size, torch.Size, torch.Size],
+    sizes: tuple[int, int, int],
     lengths: Lengths,
     key: configs.VerifyKey | None,
 ) -> tuple[CompiledKernel, float]:
-    """The loaded function for these shapes of q, v and dt_bias, and the scale.
+    """The loaded function for these sizes (key heads, lengths of A_log and dt_bias), and the scale.
 
     Raises ValueError or KeyError where there are no rows or the sizes contradict each other.
     """
-    (_, hk, width), hv, bias = shapes[0], shapes[1][1], shapes[2].numel()
+    hk, hv, bias = sizes
     rows, bounds, log_rows, mapped = lengths
     sound = hv % hk == 0 and bias == (hv if kind == "gdn" else hv * HEAD_DIM) and bounds == rows + 1
     if rows == 0 or not sound or not (rows <= log_rows if mapped is None else rows == mapped):
@@ -107,7 +107,7 @@ def verify_function(
     check_gate(lower_bound, scale)
     if key is None:
         key = configs.choose_verify(kind, STATE_NAMES[dtype], rows * hv, round_tokens=round_tokens)
-    return verify_kernels[configs.kernel_file(key)](key), width**-0.5 if scale is None else scale
+    return verify_kernels[configs.kernel_file(key)](key), HEAD_DIM**-0.5 if scale is None else scale
 
 
 def launch_commit(

@@ -44,9 +44,10 @@ class LayerDecodeKey:
 
     weight: dtype of the conv's taps and bias. rows: V rows a lane holds at a time, 1, 2 or 4. warps: warps a block.
     blocks: the most blocks an SM may hold at once, kept by shared memory that is asked for and not used; 0 is no limit.
+    early: blocks of a settled launch that load while the previous kernel drains, the others wait first; 0 is all.
     """
 
-    TUNED: ClassVar[tuple[str, ...]] = ("rows", "warps", "blocks")
+    TUNED: ClassVar[tuple[str, ...]] = ("rows", "warps", "blocks", "early")
 
     kind: Kind
     state: StateDtype
@@ -54,10 +55,13 @@ class LayerDecodeKey:
     rows: int
     warps: int
     blocks: int = 0
+    early: int = 0
 
     def symbol(self) -> str:
         """C identifier of the specialisation."""
-        tile = f"r{self.rows}w{self.warps}{f'b{self.blocks}' if self.blocks else ''}"
+        limits = f"b{self.blocks}" if self.blocks else ""
+        limits += f"e{self.early}" if self.early else ""
+        tile = f"r{self.rows}w{self.warps}{limits}"
         return f"layer_decode_{self.kind}_{SHORT[self.state]}_w{SHORT[self.weight]}_{tile}"
 
     @property
@@ -146,19 +150,21 @@ def choose(kind: Kind, state: StateDtype, weight: WeightDtype, heads: int = 0) -
 
 
 def heuristic(kind: Kind, state: StateDtype, weight: WeightDtype, heads: int = 0) -> LayerDecodeKey:
-    """One for every batch: 16 KiB (bf16: 8 KiB) a bulk copy; with whole heads in fp32 two blocks an SM are faster than three."""
+    """One for every batch: 16 KiB (bf16: 8 KiB) a bulk copy; with whole heads in fp32 two blocks an SM are faster
+    than three, and half of them early faster than all."""
     if state == "float32":
-        return LayerDecodeKey(kind, state, weight, 2, 8, 2)
+        return LayerDecodeKey(kind, state, weight, 2, 8, 2, 132)
     return LayerDecodeKey(kind, state, weight, 2, 4)
 
 
 def candidates(kind: Kind, state: StateDtype, weight: WeightDtype) -> list[LayerDecodeKey]:
     """The space a sweep tries."""
     keys = [
-        LayerDecodeKey(kind, state, weight, rows, warps, blocks)
+        LayerDecodeKey(kind, state, weight, rows, warps, blocks, early)
         for rows in (1, 2, 4)
         for warps in (4, 8, 16)
         for blocks in (0, 2, 3)
+        for early in (0, 132)
     ]
     return [key for key in keys if key.rejection() is None]
 

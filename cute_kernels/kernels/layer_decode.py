@@ -4,7 +4,8 @@
 
 A block owns one (sequence n, value head h) with all 128 rows of V; grid (HV, N), so that the heads of a row run together.
 1  one thread issues the state as bulk copies into shared memory, one a pass; 16 lanes each for k, q and v load window and taps;
-2  with `settled` it waits for the previous kernel only now, else before 1; then the next kernel may start;
+2  with `settled` it waits for the previous kernel only now (with `early` the first blocks do), else before 1; then the next
+   kernel may start;
 3  these lanes load x, convolve, write the window, normalise and form k.q; another warp prepares act(z) w, the last the gates;
 4  one barrier; then, pass by pass: wait for its rows, `token_step`, S' from registers to the write slot, o to shared memory;
 5  one barrier; one warp forms the norm of the 128 values of o and stores the row.
@@ -82,7 +83,7 @@ class LayerDecode:
         mConvState: cute.Tensor,  # (S, W, C) bf16, slot stride any multiple of 16 bytes
         mALog: cute.Tensor,  # (HV,) fp32
         mBias: cute.Tensor,  # GDN (HV,), KDA (HV * K,) fp32
-        mNormWeight: cute.Tensor,  # (V,) fp32, or (V / 2,) words of two bf16
+        mNormWeight: cute.Tensor,  # (V,) bf16, or (2 V,): fp32 in pieces
         mState: cute.Tensor,  # (S, HV, V, K), slot stride any multiple of 16 bytes
         mReadIds: cute.Tensor,  # (N,) int32
         mWriteIds: cute.Tensor,  # (N,) int32
@@ -137,7 +138,14 @@ class LayerDecode:
         head, row_low, row_high = cute.arch.block_idx()
         seq = row_high * GRID_Y + row_low
         if seq < n:
-            if (flags & SETTLED) == 0:
+            early = Boolean(True)
+            if const_expr(self.key.early):
+                heads, _, _ = cute.arch.grid_dim()
+                early = ((flags & SETTLED) != 0) & (seq * heads + head < self.key.early)
+                if not early:
+                    cute.arch.griddepcontrol_wait()
+                    cute.arch.griddepcontrol_launch_dependents()
+            elif (flags & SETTLED) == 0:
                 cute.arch.griddepcontrol_wait()
             num_slots = cute.size(mState, mode=[0])
             read, write, position = Int32(mReadIds[seq]), Int32(mWriteIds[seq]), Int32(mPositions[seq])
@@ -149,6 +157,7 @@ class LayerDecode:
                 self.live_row(
                     mX, mGate, mBeta, mZ, mTaps, mConvBias, mConvState, mALog, mBias, mNormWeight, mState, mOut, flags, scale,
                     lower_bound, eps, tidx, head, key_head, first, hk, seq, read, write, position, reads, writes,
+                    early,
                 )  # fmt: skip
             if not (reads | writes):
                 cute.arch.griddepcontrol_wait()
@@ -187,6 +196,7 @@ class LayerDecode:
         position: Int32,
         reads: Boolean,
         writes: Boolean,
+        early: Boolean,
     ):
         smem = cutlass.utils.SmemAllocator()
         sState = smem.allocate_tensor(self.dtype, cute.make_layout(HEAD_DIM * HEAD_DIM), 128)
@@ -220,9 +230,14 @@ class LayerDecode:
                     source = window_ptr(mConvState, read, token, channel, CONV_WIDTH, NORM_VALUES)
                     copy_into(source, history[j], NORM_VALUES)
         x_ptr = made_here(row_ptr(mX, seq, channel, 16), 16)
-        if (flags & SETTLED) != 0:
-            cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        if const_expr(self.key.early):
+            if early:
+                cute.arch.griddepcontrol_wait()
+                cute.arch.griddepcontrol_launch_dependents()
+        else:
+            if (flags & SETTLED) != 0:
+                cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
 
         if tidx < CONV_THREADS:
             rX = load_vector(x_ptr, NORM_VALUES)
@@ -423,7 +438,7 @@ def build(key: LayerDecodeKey):
         make_fake_tensor(BFloat16, (slots, CONV_WIDTH, channels), stride=window_strides, assumed_align=16),
         fake_vector(Float32, hv),
         fake_vector(Float32, align=16) if kernel.kda else fake_vector(Float32, hv),
-        fake_vector(Float32, align=16),
+        fake_vector(BFloat16, align=16),
         make_fake_tensor(kernel.dtype, (slots, hv, HEAD_DIM, HEAD_DIM), stride=strides, assumed_align=16),
         fake_ids(n, Int32),
         fake_ids(n, Int32),

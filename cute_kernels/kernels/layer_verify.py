@@ -70,7 +70,7 @@ class LayerVerify(RecurrentVerify):
         mConvState: cute.Tensor,  # (S, W, C) bf16, slot stride any multiple of 16 bytes
         mALog: cute.Tensor,  # (HV,) fp32
         mBias: cute.Tensor,  # GDN (HV,), KDA (HV * K,) fp32
-        mNormWeight: cute.Tensor,  # (V,) fp32, or (V / 2,) words of two bf16
+        mNormWeight: cute.Tensor,  # (V,) bf16, or (2 V,): fp32 in pieces
         mState: cute.Tensor,  # (S, HV, V, K), slot stride any multiple of 16 bytes
         mReadIds: cute.Tensor,  # (N,) int32
         mWriteIds: cute.Tensor,  # (N,) int32
@@ -306,7 +306,7 @@ def compile_layer(kernel: LayerVerify):
         make_fake_tensor(BFloat16, (slots, CONV_WIDTH, channels), stride=windows, assumed_align=16),
         fake_vector(Float32, hv),
         fake_vector(Float32, align=16) if kernel.kda else fake_vector(Float32, hv),
-        fake_vector(Float32, align=16),
+        fake_vector(BFloat16, align=16),
         fake_heads(kernel.dtype, slots, hv, HEAD_DIM, HEAD_DIM, divisibility=128 // kernel.dtype.width),
         fake_ids(n, Int32),
         fake_ids(n, Int32),
