@@ -10,9 +10,9 @@ from .configs.kda_prefill import (
     LONG_LENGTH,
     RECORD_BYTES,
     KdaPrefillKey,
-    KdaRecordsKey,
     heads_per_launch,
     parts_of_long_rows,
+    records_key,
     slabs_per_block,
     slots_per_launch,
 )
@@ -66,8 +66,7 @@ def launch_chunked(
     group = heads_per_launch(window, hv)
     table = torch.empty(slots, 4, dtype=torch.int32, device=q.device)
     records = torch.empty(window * group, RECORD_BYTES // 4, dtype=torch.int32, device=q.device)
-    gate = "softplus" if lower_bound is None else "bounded"
-    make_records = kda_records(KdaRecordsKey(gate))
+    make_records = kda_records(records_key(lower_bound))
     name = STATE_NAMES[state.dtype]
     run_chunks = kda_prefill(KdaPrefillKey(name, slabs_per_block(max(rows, long_rows * parts), hv)))
     inner = 2 * long_rows * (parts - 1) if long_rows else 2 * (window < slots)

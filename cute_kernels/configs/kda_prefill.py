@@ -15,6 +15,7 @@ SLABS: tuple[Literal[1, 2], ...] = (1, 2)
 STATE_DTYPES: tuple[StateDtype, ...] = ("float32", "bfloat16")
 RECORD_BYTES = 66_560  # what a chunk contributes to one head's recurrence, see device/kda_layout.py
 MULTIPROCESSORS = 132
+GENTLE_BOUND = -5.4  # log decay a token; 16 of it, and their inverse, are in fp32's range
 LONG_LENGTH = 8192  # tokens of a row that is run in parts
 WORKSPACE_BYTES = 1 << 30  # most that one launch may take for records
 
@@ -54,13 +55,24 @@ def parts_of_long_rows(heads: int) -> int:
 
 @dataclass(frozen=True)
 class KdaRecordsKey:
-    """Everything that changes the code of `kernels/kda_records.py`."""
+    """Everything that changes the code of `kernels/kda_records.py`.
+
+    steep: whether the gate may leave a channel less than e^GENTLE_BOUND a token, so that 16 tokens may leave fp32's range.
+    """
 
     gate: Gate
+    steep: bool = True
 
     def symbol(self) -> str:
         """C identifier of the specialisation."""
-        return f"kda_records_{self.gate}"
+        return f"kda_records_{self.gate}{'' if self.steep else '_gentle'}"
+
+
+def records_key(lower_bound: float | None) -> KdaRecordsKey:
+    """The records kernel for a gate: softplus without a bound."""
+    if lower_bound is None:
+        return KdaRecordsKey("softplus")
+    return KdaRecordsKey("bounded", steep=lower_bound < GENTLE_BOUND)
 
 
 @dataclass(frozen=True)
@@ -82,7 +94,8 @@ class KdaPrefillKey:
 
 def shipped() -> list[Entry]:
     """Specialisations built ahead of time."""
-    entries = [Entry("kda_records", KdaRecordsKey(gate), ResourceBudget(max_registers=128)) for gate in GATES]
+    records = [KdaRecordsKey("softplus"), KdaRecordsKey("bounded"), KdaRecordsKey("bounded", steep=False)]
+    entries = [Entry("kda_records", key, ResourceBudget(max_registers=128)) for key in records]
     entries += [
         Entry(
             "kda_prefill",

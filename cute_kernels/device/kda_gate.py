@@ -20,19 +20,29 @@ def gate_constants(a_log: Float32, lower_bound: Float32, bounded: cutlass.Conste
     return Float32(LOG2E), -scale
 
 
+def log_decay_bounded(raw, slope, offset, rate):
+    """L sigmoid(.) in base 2, where offset = slope * bias."""
+    e = cute.math.exp2(raw * slope + offset, fastmath=True)
+    return rate * cute.arch.rcp_approx(Float32(1.0) + e)
+
+
 def decay_bounded(raw, slope, offset, rate):
     """exp(L sigmoid(.)), where offset = slope * bias."""
-    e = cute.math.exp2(raw * slope + offset, fastmath=True)
-    return cute.math.exp2(rate * cute.arch.rcp_approx(Float32(1.0) + e), fastmath=True)
+    return cute.math.exp2(log_decay_bounded(raw, slope, offset, rate), fastmath=True)
 
 
 @cute.jit
-def decay_softplus(raw: Float32, slope: Float32, offset: Float32, rate: Float32) -> Float32:
-    """exp(-e^A softplus(.)). Below e = 2^-6 the logarithm's series keeps what 1 + e would lose."""
+def log_decay_softplus(raw: Float32, slope: Float32, offset: Float32, rate: Float32) -> Float32:
+    """-e^A softplus(.) in base 2. Below e = 2^-6 the logarithm's series keeps what 1 + e would lose."""
     t = raw * slope + offset
     e = cute.math.exp2(t, fastmath=True)
     series = e * (LOG2E + e * (-LOG2E / 2 + e * (LOG2E / 3)))
     logarithm = cute.math.log2(Float32(1.0) + e, fastmath=True)
     value = series if e < Float32(0.015625) else logarithm
     value = t if t > Float32(30.0) else value
-    return cute.math.exp2(rate * value, fastmath=True)
+    return rate * value
+
+
+def decay_softplus(raw, slope, offset, rate):
+    """exp(-e^A softplus(.))."""
+    return cute.math.exp2(log_decay_softplus(raw, slope, offset, rate), fastmath=True)

@@ -122,6 +122,22 @@ def pack_f16(low, high):
     )
 
 
+def multiply_f16(x, y):
+    """Products of two words' fp16 pairs, rounded to fp16."""
+    return cute.arch.inline_ptx("mul.rn.f16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[x, y])
+
+
+def maximum_f16(x, y):
+    """The larger ones of two words' fp16 pairs."""
+    return cute.arch.inline_ptx("max.f16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[x, y])
+
+
+def reread(word):
+    """A value again, opaque to the compiler: what was computed from it before need not stay in registers."""
+    bits = type(word).width
+    return cute.arch.inline_ptx(f"mov.b{bits} {{$w0}}, {{$r0}};", write_only_types=[type(word)], read_only_args=[word])
+
+
 def round_f16(x):
     """An fp32 rounded to fp16 and back, saturating at 65504."""
     return cute.arch.inline_ptx(

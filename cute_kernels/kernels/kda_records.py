@@ -1,81 +1,93 @@
 """First of the two KDA prefill kernels: everything of a chunk that does not depend on the state, for all chunks at once.
 
 Two blocks of 256 threads stay on each multiprocessor, each with an equal run of (chunk slot, head) items. Of an item a block
-computes the record (`device/kda_layout.py`):
+computes the record (`device/kda_layout.py`). Warps 0 to 3 have 16 tokens each and the first half of the channels, warps 7 to 4
+the same tokens and the second half, as matrix fragments in registers (`device/kda_fragments.py`).
 
-1  inputs: TMA brought k, q and the raw gate; a thread owns 2 channels of 16 tokens;
-2  decay alpha = exp(g); row sums k.k, q.q, q.k as diagonals of matrix products; one barrier, behind which the next item's gate
-   is loaded; norms, beta and the diagonal of P; one barrier;
-3  running products of alpha inside the 16 tokens, joined across the four groups by their totals, give KG, QG and KU, which go
-   from registers to the record, and the operands of level 32 and 16; level 8 and below lie inside a thread's tokens;
-4  pair products k_i.k_j and q_i.k_j (j < i) with their decay between: row i and column j meet at the level of the highest bit
-   in which i and j differ, one wgmma [64 x 32 x 128] a level, three levels at a time;
-5  L and P are gathered from the levels; T' = (I + L)^-1 diag(beta) by warps 0-3; P and T' go to the record. Warp 7 starts
-   the loads of the next item's k and q and has those of the one behind it brought to L2; warps 4-7 go on to stage 2 meanwhile.
+1  log decays, fp16, by warps 4 to 7 alone, of both halves; from what they sum to over 16 tokens: decays before, behind and
+   through each 16 tokens, and e^(G_C);
+2  row sums k.k, q.q, q.k; one barrier, behind which the next item's gate is loaded;
+3  KG, QG and KU over k, q and the log decays, column operands, and pair products within 16 tokens; one barrier, behind which
+   warp 0 sends KG, QG and KU to the record in bulk and, when they are read, loads the next item's k and q there;
+4  pair products with earlier tokens, k_i.k_j and q_i.k_j (j < i); each warp sums one of the two kinds over both halves. Warps
+   4 to 7 have P, send it to the record and go on to the next item; warps 0 to 3 have L and compute T' = (I + L)^-1 diag(beta).
 
-Every factor is a product of decays, at most 1, of tokens between column and row: right for any gate, causal bit by bit.
-112 KiB of shared memory (k and q lie where the row operands of the levels are written) and 128 registers a thread.
+Every factor is a product of decays of tokens between column and row, or one of a pair of factors whose product is: right for
+any gate, causal bit by bit. 113 KiB of shared memory and 128 registers a thread.
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr
+from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from ..compile.cache import cute_compile
 from ..compile.fake import fake_ids, fake_matrix, fake_rows, fake_stream, fake_vector
 from ..configs.kda_prefill import KdaRecordsKey
 from ..device.arith import sigmoid
-from ..device.kda_gate import decay_bounded, decay_softplus, gate_constants
+from ..device.kda_fragments import (
+    COLUMN_BYTES,
+    PAIR_BYTES,
+    PAIR_WORDS,
+    RAW_GATE,
+    STEPS,
+    BlockPairs,
+    Patterns,
+    block_below,
+    fragment_address,
+    log_decays,
+    mask_rows,
+    place_lower,
+    place_products,
+    range_sums,
+    receive_entries,
+    right_address,
+    row_sums,
+    send_half,
+    step_operands,
+    summed,
+)
+from ..device.kda_gate import gate_constants, log_decay_bounded, log_decay_softplus
 from ..device.kda_layout import (
     INFO_OFFSET,
     KG_OFFSET,
     KU_OFFSET,
     P_OFFSET,
-    QG_OFFSET,
     RECORD_BYTES,
     T_OFFSET,
-    TAIL_OFFSET,
     chunk_of_slot,
 )
-from ..device.kda_levels import level_products
 from ..device.kda_rows import (
-    GROUP,
-    LevelTiles,
-    copy_tile,
-    load_words,
-    local_level,
-    mask_words,
-    multiply_f16,
-    reread,
-    row_products,
-    store_column,
+    TABLE_BYTES,
+    make_tables,
+    partial_offset,
+    store_block,
+    store_bulk,
     store_float,
     store_global_word,
-    store_row,
-    swizzled,
-    tree_product,
 )
 from ..device.memory import load_vector
-from ..device.prefill_inverse import DIAGONAL_BYTES, merge_blocks, solve_diagonal
+from ..device.prefill_inverse import merge_blocks, solve_diagonal
 from ..device.prefill_layout import CHUNK, HEAD, LOWER_PITCH, OPERAND_BYTES, TILE_BYTES, tile_address
 from ..device.prefill_rows import owns_norms
 from ..device.prefill_sync import Bundle
 from ..device.state_io import row_ptr
-from ..device.warp_ops import load_shared, pack_f16, store_shared, store_shared_half, unpack_bf16
+from ..device.warp_ops import load_shared, reread, store_shared
 
 THREADS = 256
 BLOCKS = 2 * 132  # resident on the chip at once; each takes an equal run of (chunk slot, head) items
-LOADER = 7  # warp that starts the loads, one without part in the inverse
-LEVELS = ((32, 16, 8), (4, 2, 1))
+LOADER = 0  # warp that starts loads and stores: of the first block, which has no products with others
 NORM_EPS = 1e-6
+LOWEST = -160.0  # log decay of a token, base 2, below which its decay is zero in fp32
 MINUS_INFINITY_PAIR = 0xFF80FF80  # bf16 raw gates whose decay is exactly 1
+SUMS_PITCH = 32  # bytes of a row's sums: k.k, q.q and q.k, each of two halves of the channels
 
 
 class KdaRecords:
     def __init__(self, key: KdaRecordsKey):
         self.key = key
         self.bounded = key.gate == "bounded"
+        self.steep = key.steep
 
     @cute.jit
     def __call__(
@@ -102,40 +114,36 @@ class KdaRecords:
         group_size: Int32,  # value heads per key head
         stream,
     ):
-        def swizzled(rows):
-            atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Float16)
-            return cute.tile_to_shape(atom, (rows, HEAD, 3), order=(0, 1, 2))
-
-        row_layout, column_layout = swizzled(64), swizzled(32)
-        k_major = OperandMajorMode.K
-        op = warpgroup.MmaF16BF16Op(Float16, Float32, (64, 16, 16), warpgroup.OperandSource.SMEM, k_major, k_major)
-        mma = cute.make_tiled_mma(cute.make_mma_atom(op), cute.make_layout((1, 2, 1)))
-
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
         input_layout = cute.tile_to_shape(atom, (CHUNK, HEAD), order=(0, 1))
         load = cpasync.CopyBulkTensorTileG2SOp()
         inputs = [cpasync.make_tiled_tma_atom(load, mX, input_layout, (CHUNK, HEAD)) for mX in (mK, mQ, mG)]
 
+        def words(count):
+            return cute.struct.MemRange[Uint32, count // 4]
+
         @cute.struct
         class Storage:
-            rows: cute.struct.Align[cute.struct.MemRange[Float16, cute.cosize(row_layout)], 1024]
-            columns: cute.struct.Align[cute.struct.MemRange[Float16, cute.cosize(column_layout)], 1024]
-            gate: cute.struct.Align[cute.struct.MemRange[Uint32, OPERAND_BYTES // 4], 1024]
-            products: cute.struct.Align[cute.struct.MemRange[Uint32, TILE_BYTES // 4], 1024]
-            lower: cute.struct.Align[cute.struct.MemRange[Uint32, CHUNK * LOWER_PITCH // 4], 128]
-            diagonal: cute.struct.Align[cute.struct.MemRange[Float32, DIAGONAL_BYTES], 128]
-            totals: cute.struct.Align[cute.struct.MemRange[Float32, 4 * HEAD], 128]
-            norms: cute.struct.Align[cute.struct.MemRange[Float32, 2 * CHUNK], 128]
-            beta: cute.struct.Align[cute.struct.MemRange[Float32, CHUNK], 128]
-            info: cute.struct.Align[cute.struct.MemRange[Int32, 16], 16]  # of the next item, then of the one behind it
-            loaded: cute.struct.MemRange[cutlass.Int64, 2]  # k and q; gate
+            inputs: cute.struct.Align[
+                words(4 * OPERAND_BYTES), 1024
+            ]  # k, q and log decays, then KG, QG and KU; raw gate
+            columns: cute.struct.Align[words(2 * COLUMN_BYTES), 1024]  # later T'
+            lower: cute.struct.Align[words(CHUNK * LOWER_PITCH), 128]
+            partial: cute.struct.Align[words(partial_offset(4)), 128]
+            totals: cute.struct.Align[words(4 * HEAD * 4), 128]
+            tables: cute.struct.Align[words(3 * TABLE_BYTES), 128]
+            sums: cute.struct.Align[words(CHUNK * SUMS_PITCH), 128]
+            beta: cute.struct.Align[words(CHUNK * 4), 128]
+            bias: cute.struct.Align[words(HEAD * 4 + 16), 128]
+            info: cute.struct.Align[words(80), 16]  # of the next item, of the one behind it; end of the block's run
+            loaded: cute.struct.MemRange[cutlass.Int64, 2]  # k and q; gate and info
 
         self.storage = Storage
         self.kernel.set_name_prefix(self.key.symbol(), remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(
             inputs[0][0], inputs[0][1], inputs[1][0], inputs[1][1], inputs[2][0], inputs[2][1], mB, mALog, mBias, mCu, mEntryCu,
             mEnds, mTable, mRecords, scale, lower_bound, l2norm, has_entries, min_tokens, first_chunk, first_head, heads,
-            group_size, mma, row_layout, column_layout, input_layout,
+            group_size, input_layout,
         ).launch(
             grid=[cutlass.min(cute.size(mTable, mode=[0]) * heads, BLOCKS), 1, 1],
             block=[THREADS, 1, 1],
@@ -169,9 +177,6 @@ class KdaRecords:
         first_head: Int32,
         heads: Int32,
         group_size: Int32,
-        mma: cute.TiledMma,
-        row_layout: cute.ComposedLayout,
-        column_layout: cute.ComposedLayout,
         input_layout: cute.ComposedLayout,
     ):
         tidx, _, _ = cute.arch.thread_idx()
@@ -180,94 +185,93 @@ class KdaRecords:
         warp = cute.arch.make_warp_uniform(tidx // 32)
         lane = tidx % 32
         storage = cutlass.utils.SmemAllocator().allocate(self.storage)
-        sR = storage.rows.get_tensor(row_layout.outer, swizzle=row_layout.inner)
-        sC = storage.columns.get_tensor(column_layout.outer, swizzle=column_layout.inner)
         loaded = storage.loaded.data_ptr()
         if tidx == 0:
             cute.arch.mbarrier_init(loaded, 1)
             cute.arch.mbarrier_init(loaded + 1, 2)
             cute.arch.mbarrier_init_fence()
-        # k and q come where the levels' row operands are written later; T' and the row sums lie where their columns are.
-        rows, columns = sR.iterator.toint(), sC.iterator.toint()
-        named = ("products", "lower", "diagonal", "totals", "norms", "beta")
-        products, lower, diagonal, totals, norms, beta = (getattr(storage, name).data_ptr().toint() for name in named)
-        gate = storage.gate.data_ptr()
-        addresses = [
-            rows, columns, gate.toint(), products, columns, lower, diagonal, totals, columns + TILE_BYTES, norms, beta
-        ]  # fmt: skip
-        # Above its diagonal P is zero and no one writes it.
-        for i in cutlass.range_constexpr(TILE_BYTES // 16 // THREADS):
-            store_shared(products + (i * THREADS + tidx) * 16, *[Uint32(0)] * 4)
+        names = ("columns", "lower", "partial", "totals", "tables", "sums", "beta", "bias", "info")
+        at = {name: getattr(storage, name).data_ptr().toint() for name in names}
         cute.arch.sync_threads()
         items = Int64(cute.size(mTable, mode=[0])) * Int64(heads)
         first, stop = Int32(items * Int64(block) // Int64(blocks)), Int32(items * Int64(block + 1) // Int64(blocks))
-        info = storage.info.data_ptr().toint()
-        tile, gate_tile = (
-            cute.recast_ptr(start, input_layout.inner, BFloat16) for start in (storage.rows.data_ptr(), gate)
-        )
+        start = storage.inputs.data_ptr()
         inputs = Bundle(
-            plan=(mCu, mEntryCu, mEnds), table=mTable, k=(tma_k, gK), q=(tma_q, gQ), gate=(tma_g, gG), tile=tile,
-            gate_tile=gate_tile, layout=input_layout, stop=stop, first_chunk=first_chunk, heads=heads, first_head=first_head,
-            group_size=group_size, rows=cute.size(mCu, mode=[0]) - 1, lane=lane, has_entries=has_entries, min_tokens=min_tokens,
-            loaded=loaded, info=info, b=mB, a_log=mALog, bias=mBias, scale=scale, lower_bound=lower_bound, l2norm=l2norm,
+            plan=(mCu, mEntryCu, mEnds), table=mTable, k=(tma_k, gK), q=(tma_q, gQ), gate=(tma_g, gG),
+            tile=cute.recast_ptr(start, input_layout.inner, BFloat16), layout=input_layout, first_chunk=first_chunk,
+            heads=heads, first_head=first_head, group_size=group_size, rows=cute.size(mCu, mode=[0]) - 1,
+            has_entries=has_entries, min_tokens=min_tokens, loaded=loaded, info=at["info"], b=mB, a_log=mALog, bias=mBias,
+            scale=scale, lower_bound=lower_bound, l2norm=l2norm, start=start.toint(), at=at,
         )  # fmt: skip
         if warp == LOADER:
+            if lane == 0:
+                store_shared(at["info"] + 64, stop)
+            cute.arch.sync_warp()
             self.look_ahead(inputs, first, Int32(-1), Int32(0), Int32(0), Int32(0), Int32(-1))
             self.load_gate(inputs)
             self.start_next(inputs)
+            self.find_next(inputs)
         parity = Int32(0)
+        info = at["info"]
         cute.arch.mbarrier_wait(loaded + 1, parity)
         count = load_shared(info, 1, Int32)
-        bias0, bias1, a_log = self.gate_parameters(inputs, info, tidx)
+        self.store_parameters(inputs, *self.gate_parameters(inputs, load_shared(info + 20, 1, Int32), tidx), tidx)
+        cute.arch.sync_threads()
         while count > 0:
             # Zero, which the compiler cannot know: it would compute all addresses before the loop, and has no registers for it.
             zero = count >> 8
             slot, local_head = load_shared(info + 16, 2, Int32)
             record = mRecords.iterator.toint() + (Int64(slot) * Int64(heads) + Int64(local_head)) * RECORD_BYTES
-            self.products_of_chunk(
-                inputs, parity, sR, sC, mma, addresses, record, count, first_head + local_head, (bias0, bias1, a_log),
-                tidx + zero,
-            )  # fmt: skip
-            bias0, bias1, a_log = self.gate_parameters(inputs, info + 32, tidx + zero)
-            cute.arch.sync_threads()
-            # The operands are not needed any more: the next chunk's inputs come while this one's inverse is computed.
-            if warp == LOADER:
-                self.start_next(inputs)
-            self.finish_chunk(addresses, record, tidx + zero)
+            self.chunk(inputs, parity, record, count, first_head + local_head, tidx + zero)
             parity = parity ^ 1
             cute.arch.mbarrier_wait(loaded + 1, parity)
             count = load_shared(info, 1, Int32)
+        cute.arch.cp_async_bulk_wait_group(0)
 
-    def gate_parameters(self, inputs, info, tidx):
-        """bias of the thread's two channels and A_log of the item that `info` describes, on their way before they are needed."""
-        head = inputs.first_head + load_shared(info + 20, 1, Int32)
-        bias = load_vector(inputs.bias.iterator + (head * HEAD + tidx % 64 * 2), 2)
-        return bias[0], bias[1], inputs.a_log[head]
+    def gate_parameters(self, inputs, local_head, tidx):
+        """An item's bias of one channel and A_log, on their way before they are needed."""
+        head = inputs.first_head + local_head
+        return load_vector(inputs.bias.iterator + (head * HEAD + tidx % 128), 1)[0], inputs.a_log[head]
+
+    def store_parameters(self, inputs, bias, a_log, tidx):
+        """Put them where the warps of the item's gate read them."""
+        store_shared(inputs.at["bias"] + tidx % 128 * 4, bias)
+        store_shared(inputs.at["bias"] + HEAD * 4, a_log)
 
     @cute.jit
     def start_next(self, inputs: cutlass.Constexpr):
-        """One warp: the item found ahead becomes the block's next one, its k and q are loaded, and the one behind it is found."""
+        """One warp: the item found ahead becomes the block's next one, and its k and q are loaded."""
         info = inputs.info
         count, start, end, entry = load_shared(info + 32, 4, Int32)
         slot, local_head, item, token = load_shared(info + 48, 4, Int32)
         cute.arch.sync_warp()
-        if inputs.lane == 0:
+        if cute.arch.lane_idx() == 0:
             store_shared(info, count, start, end, entry)
             store_shared(info + 16, slot, local_head, item, token)
         cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(inputs.loaded + 1)
+        # The record is read out of the tiles of k and q, then out of that of log decays.
         if count > 0:
+            cute.arch.cp_async_bulk_wait_group(1, read=True)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(inputs.loaded, 2 * OPERAND_BYTES)
             head = (inputs.first_head + local_head) // inputs.group_size
             for place, (tma, gX) in enumerate((inputs.k, inputs.q)):
                 tXsX, tXgX = self.input_tile(inputs, tma, gX, inputs.tile + place * (OPERAND_BYTES // 2), token, head)
                 cute.copy(tma, tXgX, tXsX, tma_bar_ptr=inputs.loaded)
-            self.look_ahead(inputs, item + 1, slot, token, start, count, entry)
         else:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(inputs.loaded + 1)
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(inputs.loaded + 1)
+
+    @cute.jit
+    def find_next(self, inputs: cutlass.Constexpr):
+        """One warp: find the item behind the block's next one."""
+        count, start, _, entry = load_shared(inputs.info, 4, Int32)
+        slot, _, item, token = load_shared(inputs.info + 16, 4, Int32)
+        if count > 0:
+            self.look_ahead(inputs, item + 1, slot, token, start, count, entry)
 
     @cute.jit
     def load_gate(self, inputs: cutlass.Constexpr):
@@ -278,7 +282,8 @@ class KdaRecords:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(inputs.loaded + 1, OPERAND_BYTES)
             tma, gX = inputs.gate
-            tXsX, tXgX = self.input_tile(inputs, tma, gX, inputs.gate_tile, token, inputs.first_head + local_head)
+            tile = inputs.tile + RAW_GATE // 2
+            tXsX, tXgX = self.input_tile(inputs, tma, gX, tile, token, inputs.first_head + local_head)
             cute.copy(tma, tXgX, tXsX, tma_bar_ptr=inputs.loaded + 1)
 
     @cute.jit
@@ -297,9 +302,10 @@ class KdaRecords:
         `slot` and what follows are those of the item before it, whose slot is not looked up again. A slot's line of the table is
         written by whoever has the slot's first head.
         """
-        heads, lane, table = inputs.heads, inputs.lane, inputs.table
-        count = count if (item < inputs.stop) & (item < (slot + 1) * heads) else Int32(0)
-        while (item < inputs.stop) & (count == 0):
+        heads, lane, table = inputs.heads, cute.arch.lane_idx(), inputs.table
+        stop = load_shared(inputs.info + 64, 1, Int32)
+        count = count if (item < stop) & (item < (slot + 1) * heads) else Int32(0)
+        while (item < stop) & (count == 0):
             slot = item // heads
             found = chunk_of_slot(
                 *inputs.plan, inputs.first_chunk + slot, inputs.rows, lane, inputs.has_entries, inputs.min_tokens
@@ -321,7 +327,7 @@ class KdaRecords:
         if count > 0:
             head = inputs.first_head + local_head
             key_head = head // inputs.group_size
-            for (tma, gX), column in ((inputs.k, key_head), (inputs.q, key_head), (inputs.gate, head)):
+            for (tma, gX), column in ((inputs.k, key_head), (inputs.q, key_head)):
                 _, tXgX = self.input_tile(inputs, tma, gX, inputs.tile, token, column)
                 cute.prefetch(tma, tXgX)
 
@@ -334,245 +340,226 @@ class KdaRecords:
         )
 
     @cute.jit
-    def products_of_chunk(
+    def chunk(
         self,
         inputs: cutlass.Constexpr,
         parity: Int32,
-        sR: cute.Tensor,
-        sC: cute.Tensor,
-        mma: cute.TiledMma,
-        addresses,
         record: Int64,
         count: Int32,
         head: Int32,
-        gate_of_head,
         tidx: Int32,
     ):
-        """Stages 1 to 4: everything but T' and P goes to the record."""
-        row_tiles, column_tiles, gate, products, _, lower, diagonal, totals, sums, norms, beta = addresses
+        """One item: its record."""
+        at, info = inputs.at, inputs.info
         lane = tidx % 32
         warp = cute.arch.make_warp_uniform(tidx // 32)
-        half, group = warp & 1, warp >> 1
-        channel = half * 64 + lane * 2
-        last = count - 1
-
-        info = inputs.info
+        half = warp >> 2
+        block = warp if warp < 4 else 7 - warp  # the schedulers' pairs of warps have equal numbers of products
         if tidx < 4:
             word = load_shared(info + (tidx ^ (1 if tidx < 2 else 0)) * 4, 1, Uint32)
             store_global_word(record + INFO_OFFSET + Int64(tidx * 4), word)
+        at_row = block * 16 + (lane & 15)
+        token = load_shared(info + 28, 1, Int32) + (at_row if at_row < count else count - 1)
+        logit = load_vector(row_ptr(inputs.b, token, head, 2), 1)[0]
 
-        # 1  loads
-        slope, rate = gate_constants(gate_of_head[2], inputs.lower_bound, self.bounded)
-        offset = [slope * gate_of_head[0], slope * gate_of_head[1]]
-        logit = Float32(0.0)
-        if tidx < CHUNK:
-            at = tidx if tidx < count else last
-            token = load_shared(info + 28, 1, Int32)
-            logit = Float32(load_vector(row_ptr(inputs.b, token + at, head, 2), 1)[0])
+        # 1  log decays and what follows from their sums, while the other warps are at the last item's inverse
+        if half == 1:
+            self.decays_of_block(inputs, count, block, lane, 0)
+            if cute.arch.block_idx()[1] == 0:
+                self.decays_of_block(inputs, count, block, lane, 1)
+            cute.arch.barrier(barrier_id=6, number_of_threads=128)
+            for each in cutlass.range_constexpr(2):
+                make_tables(at["totals"], at["tables"], record, tidx - 128 + 128 * each)
 
-        # 2  row sums and decays
-        word = lane * 4  # of a tile's row of 64 channels
-        tiles = LevelTiles(row_tiles, column_tiles, half, word)
-        keys = row_tiles + half * TILE_BYTES
-        place = half * TILE_BYTES + group * (GROUP * 128) + word
-        raw = load_words(gate + place)
-        if count < CHUNK:
-            mask_words(raw, count - group * GROUP, Uint32(MINUS_INFINITY_PAIR))
-        alpha = []
-        for i in cutlass.range_constexpr(GROUP):
-            pair = []
-            gate = unpack_bf16(raw[i])
-            for c in cutlass.range_constexpr(2):
-                if const_expr(self.bounded):
-                    value = decay_bounded(gate[c], slope, offset[c], rate)
-                else:
-                    value = decay_softplus(gate[c], slope, offset[c], rate)
-                pair.append(value)
-            alpha.append(pair)
-        store_shared(totals + group * 512 + channel * 4, *(tree_product([pair[c] for pair in alpha]) for c in range(2)))
+        # 2  row sums
         cute.arch.mbarrier_wait(inputs.loaded, parity)
-        for index, pair in enumerate(row_products(keys, keys + OPERAND_BYTES, group * GROUP, lane)):
-            at = sums + index * 512 + half * 256 + (group * GROUP + (lane >> 2)) * 4
-            store_float(at, pair[0], owns_norms(lane))
-            store_float(at + 32, pair[1], owns_norms(lane))
+        self.sums_of_block(inputs, count, block, half, lane)
+        if (half == 0) & (lane < 16):
+            store_shared(at["beta"] + at_row * 4, sigmoid(Float32(logit)) if at_row < count else Float32(0.0))
         cute.arch.sync_threads()
         if warp == LOADER:
             self.load_gate(inputs)
-        k_words = load_words(row_tiles + place)
-        q_words = load_words(row_tiles + OPERAND_BYTES + place)
-        if count < CHUNK:
-            mask_words(k_words, count - group * GROUP, Uint32(0))
-            mask_words(q_words, count - group * GROUP, Uint32(0))
-        if tidx < CHUNK:
-            at = sums + tidx * 4
-            rk = cute.math.rsqrt(load_shared(at, 1) + load_shared(at + 256, 1) + NORM_EPS, fastmath=True)
-            rq = cute.math.rsqrt(load_shared(at + 512, 1) + load_shared(at + 768, 1) + NORM_EPS, fastmath=True)
-            rk = rk if inputs.l2norm != 0 else Float32(1.0)
-            rq = (rq if inputs.l2norm != 0 else Float32(1.0)) * inputs.scale
-            own = (load_shared(at + 1024, 1) + load_shared(at + 1280, 1)) * rk * rq
-            store_shared(norms + tidx * 4, rk if tidx < count else Float32(0.0))
-            store_shared(norms + 256 + tidx * 4, rq if tidx < count else Float32(0.0))
-            own = own if tidx < count else Float32(0.0)
-            store_shared_half(tile_address(products, tidx, tidx >> 3) + (tidx & 7) * 2, pack_f16(own, own))
-            # Behind the barrier: the last chunk's inverse has read its own.
-            store_shared(beta + tidx * 4, sigmoid(logit) if tidx < count else Float32(0.0))
-        cute.arch.sync_threads()
 
-        # 3  running products
-        norms += group * (GROUP * 4)
-        k16, q16, to_row = self.products_from_start(
-            alpha, k_words, q_words, norms, totals, record, half, group, channel, word
-        )
-        # Always true, which the compiler cannot know: it would start the products from the end beside those from the start,
-        # for which there are no registers. Nothing computed inside is used behind it, or it would be kept from chunk to chunk.
+        # Always true, which the compiler cannot know: it would start what follows before the barrier, without registers for it.
         if record != 0:
-            self.products_from_end(
-                sR, sC, mma, tiles, alpha, k16, q16, to_row, addresses, record, half, group, channel, word, tidx
-            )
+            self.products_of_chunk(inputs, record, block, half, tidx)
+        lane = reread(tidx) % 32
+        if warp == LOADER:
+            self.start_next(inputs)
+        if half == 0:
+            # T' comes where column operands were, which all warps have used.
+            cute.arch.barrier(barrier_id=1, number_of_threads=128)
+            diagonal, inverse = at["partial"] + partial_offset(warp), at["columns"]
+            first_column = solve_diagonal(diagonal, at["lower"], inverse, at["beta"], warp, lane)
+            cute.arch.barrier(barrier_id=1, number_of_threads=128)
+            merge_blocks(first_column, at["lower"], inverse, at["beta"], warp, lane)
+            cute.arch.barrier(barrier_id=1, number_of_threads=128)
+            piece = [tile_address(inverse, warp * 16 + (lane >> 1), 2 * i + (lane & 1)) for i in range(4)]
+            store_block(record + T_OFFSET, warp, lane, piece)
+        if warp == LOADER:
+            self.find_next(inputs)
 
     @cute.jit
-    def finish_chunk(self, addresses, record: Int64, tidx: Int32):
-        """Stage 5: the inverse by one warpgroup, P to the record by the other."""
-        _, _, _, products, inverse, lower, diagonal, _, _, _, beta = addresses
-        lane = tidx % 32
-        warp = cute.arch.make_warp_uniform(tidx // 32)
-        if warp < 4:
-            # T' is zero above its diagonal blocks, where column operands were.
-            for block in cutlass.range_constexpr(1, 4):
-                if warp < block:
-                    at = tile_address(inverse, warp * 16 + (lane >> 1), block * 2 + (lane & 1))
-                    store_shared(at, *[Uint32(0)] * 4)
-            first = solve_diagonal(diagonal + warp * DIAGONAL_BYTES, lower, inverse, beta, warp, lane)
-            cute.arch.barrier(barrier_id=1, number_of_threads=128)
-            merge_blocks(first, lower, inverse, beta, warp, lane)
-            cute.arch.barrier(barrier_id=1, number_of_threads=128)
-            copy_tile(inverse, record + T_OFFSET, tidx)
-        else:
-            copy_tile(products, record + P_OFFSET, tidx - 128)
-
-    @cute.jit
-    def products_from_start(
-        self,
-        alpha,
-        k_words,
-        q_words,
-        norms: Int32,
-        totals: Int32,
-        record: Int64,
-        half: Int32,
-        group: Int32,
-        channel: Int32,
-        word: Int32,
+    def decays_of_block(
+        self, inputs: cutlass.Constexpr, count: Int32, block: Int32, lane: Int32, half: cutlass.Constexpr
     ):
-        """KG and QG to the record. Returns the thread's normalised k and q and its decays from the first row, as fp16 pairs."""
-        one = Float32(1.0)
-        each = [load_shared(totals + g * 512 + channel * 4, 2) for g in range(4)]
-        before = []
-        for c in cutlass.range_constexpr(2):
-            t0, t1, t2, _ = (each[g][c] for g in range(4))
-            before.append(one if group == 0 else (t0 if group == 1 else (t0 * t1 if group == 2 else t0 * t1 * t2)))
-        before16 = pack_f16(before[0], before[1])
-        place = record + Int64(half * TILE_BYTES + group * (GROUP * 128) + word)
-        k16, q16, to_row = [], [], []
-        factor = [one, one]
-        for i in cutlass.range_constexpr(GROUP):
-            if const_expr(i % 2 == 0):
-                rk = load_shared(norms + i * 4, 2)
-                rq = load_shared(norms + 256 + i * 4, 2)
-            if const_expr(i % 8 == 0):
-                place = reread(place)
-            k = [x * rk[i % 2] for x in unpack_bf16(reread(k_words[i]))]
-            q = [x * rq[i % 2] for x in unpack_bf16(reread(q_words[i]))]
-            k16.append(pack_f16(k[0], k[1]))
-            q16.append(pack_f16(q[0], q[1]))
-            factor = [factor[c] * alpha[i][c] for c in range(2)]
-            to_row.append(pack_f16(factor[0], factor[1]))
-            from_start = multiply_f16(to_row[i], before16)
-            target = swizzled(place, i)
-            store_global_word(target + KG_OFFSET, multiply_f16(k16[i], from_start))
-            store_global_word(target + QG_OFFSET, multiply_f16(q16[i], from_start))
-        return k16, q16, to_row
+        """Log decays of 16 tokens and half of the channels, and what each channel's sum to."""
+        parameters = inputs.at["bias"]
+        slope, rate = gate_constants(load_shared(parameters + HEAD * 4, 1), inputs.lower_bound, self.bounded)
+        start = fragment_address(inputs.start + half * TILE_BYTES, block, lane)
+        if count < CHUNK:
+            mask_rows(RAW_GATE, start, block * 16 + (lane >> 2), count, MINUS_INFINITY_PAIR)
+            cute.arch.fence_view_async_shared()  # before the next gate comes there
+            cute.arch.sync_warp()
+        bias = parameters + (half * 64 + (lane >> 2)) * 4
+        offsets = [reread(slope * load_shared(bias + 32 * p, 1)) for p in range(8)]
+        decays = log_decays(start, offsets, self.gate(slope, rate))
+        everything = Patterns(lane).all
+        totals = [range_sums(everything, decays, piece) for piece in range(8)]
+        if lane < 4:
+            target = inputs.at["totals"] + block * (HEAD * 4) + half * 256 + lane * 8
+            for piece in cutlass.range_constexpr(8):
+                store_shared(target + piece * 32, totals[piece][0], totals[piece][1])
 
     @cute.jit
-    def products_from_end(
+    def sums_of_block(self, inputs: cutlass.Constexpr, count: Int32, block: Int32, half: Int32, lane: Int32):
+        """Sums k.k, q.q and q.k of 16 rows over half of the channels; rows behind the chunk become zeros first."""
+        row = block * 16 + (lane >> 2)
+        tile = inputs.start + half * TILE_BYTES
+        start = fragment_address(tile, block, lane)
+        if count < CHUNK:
+            mask_rows(0, start, row, count, 0)
+            mask_rows(OPERAND_BYTES, start, row, count, 0)
+            cute.arch.sync_warp()
+        for index, pair in enumerate(row_sums(start, right_address(tile, block, lane), lane)):
+            target = inputs.at["sums"] + row * SUMS_PITCH + index * 8 + half * 4
+            for j in cutlass.range_constexpr(2):
+                store_float(target + 8 * j * SUMS_PITCH, pair[j], owns_norms(lane))
+
+    @cute.jit
+    def products_of_chunk(
         self,
-        sR: cute.Tensor,
-        sC: cute.Tensor,
-        mma: cute.TiledMma,
-        tiles,
-        alpha,
-        k16,
-        q16,
-        to_row,
-        addresses,
+        inputs: cutlass.Constexpr,
         record: Int64,
+        block: Int32,
         half: Int32,
-        group: Int32,
-        channel: Int32,
-        word: Int32,
         tidx: Int32,
     ):
-        """KU and e^(G_C) to the record; all operands of the levels and, three levels at a time, their products."""
-        _, _, _, products, _, lower, diagonal, totals, _, _, beta = addresses
-        one = Float32(1.0)
-        place = record + Int64(half * TILE_BYTES + group * (GROUP * 128) + word)
-        each = [load_shared(totals + g * 512 + channel * 4, 2) for g in range(4)]
-        after, whole, across = [], [], []
-        for c in cutlass.range_constexpr(2):
-            t0, t1, t2, t3 = (each[g][c] for g in range(4))
-            t23 = t2 * t3
-            after.append(one if group == 3 else (t3 if group == 2 else (t23 if group == 1 else t1 * t23)))
-            whole.append(t0 * t1 * t23)
-            # Level 32 joins two groups of its half: the outer one decays through all of the inner one.
-            across.append(t1 if group == 0 else (t2 if group == 3 else one))
-        across, after = pack_f16(across[0], across[1]), pack_f16(after[0], after[1])
-        if group == 0:
-            pointer = cute.make_ptr(
-                Float32, record + TAIL_OFFSET + Int64(channel * 4), cute.AddressSpace.gmem, assumed_align=8
-            )
-            gTail = cute.make_tensor(pointer, cute.make_layout(2))
-            gTail[0] = whole[0]
-            gTail[1] = whole[1]
-        to_last, decay16 = [None] * GROUP, [None] * GROUP
-        factor = [one, one]
-        for step in cutlass.range_constexpr(GROUP):
-            i = GROUP - 1 - step
-            if const_expr(i % 8 == 7):
-                place = reread(place)
-            to_last[i] = pack_f16(factor[0], factor[1])
-            to_end = multiply_f16(to_last[i], after)
-            store_global_word(swizzled(place, i) + KU_OFFSET, multiply_f16(k16[i], to_end))
-            factor = [factor[c] * alpha[i][c] for c in range(2)]
-            decay16[i] = pack_f16(alpha[i][0], alpha[i][1])
-        at16, at32 = (group >> 1) * 2048, (group & 1) * 2048
-        rows16, columns16 = tiles.row_base(1, at16), tiles.column_base(1, at16)
-        rows32, columns32 = tiles.row_base(0, at32), tiles.column_base(0, at32)
-        if group & 1 == 1:
-            for i in cutlass.range_constexpr(GROUP):
-                store_row(rows16, i, multiply_f16(k16[i], to_row[i]), multiply_f16(q16[i], to_row[i]))
-        else:
-            for i in cutlass.range_constexpr(GROUP):
-                store_column(columns16, i, multiply_f16(k16[i], to_last[i]))
-        if group >= 2:
-            for i in cutlass.range_constexpr(GROUP):
-                far = multiply_f16(to_row[i], across)
-                store_row(rows32, i, multiply_f16(k16[i], far), multiply_f16(q16[i], far))
-        else:
-            for i in cutlass.range_constexpr(GROUP):
-                store_column(columns32, i, multiply_f16(k16[i], multiply_f16(to_last[i], across)))
-        local_level(tiles, 2, 8, group, k16, q16, decay16)
+        """KG, QG, KU and P to the record, L to shared memory; there also the next item's bias."""
+        at = inputs.at
+        tidx = reread(tidx)
+        lane = tidx % 32
+        r, c = lane >> 2, lane & 3
+        # 3  operands, and the pairs of the block
+        norms = [[], []]
+        buffer = at["partial"] + partial_offset(block)
+        own = (
+            buffer + 1024 * (block + 1) + 768 + lane * 8
+        )  # behind the first entries that the block's second warp receives
+        for j in cutlass.range_constexpr(2):
+            source = at["sums"] + (block * 16 + r + 8 * j) * SUMS_PITCH
+            k0, k1, q0, q1 = load_shared(source, 4)
+            m0, m1 = load_shared(source + 16, 2)
+            rk, rq = (cute.math.rsqrt(x + NORM_EPS, fastmath=True) for x in (k0 + k1, q0 + q1))
+            rk = rk if inputs.l2norm != 0 else Float32(1.0)
+            rq = (rq if inputs.l2norm != 0 else Float32(1.0)) * inputs.scale
+            norms[0].append(rk)
+            norms[1].append(rq)
+            if half != 0:
+                store_shared(own + 4 * j, (m0 + m1) * rk * rq)
+        pairs = BlockPairs(self.steep, Patterns(lane))
+        start = fragment_address(inputs.start + half * TILE_BYTES, block, lane)
+        column_start = fragment_address(at["columns"] + half * COLUMN_BYTES, block, lane)
+        has_columns = Int32(1) if block < 3 else Int32(0)
+        table = at["tables"] + ((block * 2 + half) * 4 + c) * 32
+        operands = (start, column_start, has_columns, norms)
+        self.steps_from(0, inputs, record, operands, table, pairs, ([], []), block, half, tidx)
 
-        # 4  pair products, three levels at a time
-        cute.arch.fence_view_async_shared()
-        cute.arch.sync_threads()
-        level_products(sR, sC, mma, LEVELS[0], products, lower, diagonal, beta, tidx)
-        cute.arch.sync_threads()
-        k16, q16, decay16 = ([reread(words[i]) for i in range(GROUP)] for words in (k16, q16, decay16))
-        for slot in cutlass.range_constexpr(3):
-            local_level(tiles, slot, LEVELS[1][slot], group, k16, q16, decay16)
-        cute.arch.fence_view_async_shared()
-        cute.arch.sync_threads()
-        level_products(sR, sC, mma, LEVELS[1], products, lower, diagonal, beta, tidx)
+    @cute.jit
+    def steps_from(
+        self,
+        step: cutlass.Constexpr,
+        inputs: cutlass.Constexpr,
+        record: Int64,
+        operands,
+        table: Int32,
+        pairs,
+        found,
+        block: Int32,
+        half: Int32,
+        tidx: Int32,
+    ):
+        """Operands of the steps from `step` on, and what follows them."""
+        at = inputs.at
+        if const_expr(step == STEPS - 1):
+            parameters = self.gate_parameters(inputs, load_shared(inputs.info + 52, 1, Int32), tidx)
+        tables = [load_shared(table + which * TABLE_BYTES + 8 * step, 2, Uint32) for which in (0, 1)]
+        x, y = step_operands(step, *operands, *tables, pairs)
+        rows, queries = [*found[0], *x], [*found[1], *y]
+        if const_expr(step < STEPS - 1):
+            # Always true, which the compiler cannot know, each time another way: it would mix the steps, and spill.
+            if cute.arch.block_idx()[1 + step % 2] <= step // 2:
+                self.steps_from(step + 1, inputs, record, operands, table, pairs, (rows, queries), block, half, tidx)
+        else:
+            entries = pairs.entries()
+            self.store_parameters(inputs, *parameters, tidx)
+            cute.arch.fence_view_async_shared()
+            cute.arch.sync_threads()
+            if cute.arch.make_warp_uniform(tidx // 32) == LOADER:
+                store_bulk(record + KG_OFFSET, inputs.start, 2 * OPERAND_BYTES)
+                store_bulk(record + KU_OFFSET, inputs.start + 2 * OPERAND_BYTES, OPERAND_BYTES)
+
+            # 4  pairs with earlier blocks, their sums over both halves, L and P
+            for b in cutlass.range_constexpr(4):
+                if block == b:
+                    self.finish_pairs(at, record, b, half, entries, rows, queries, reread(tidx) % 32)
+
+    def gate(self, slope, rate):
+        """Log decay of a raw value and its channel's offset."""
+        if self.bounded:
+            return lambda raw, offset: log_decay_bounded(raw, slope, offset, rate)
+        return lambda raw, offset: cute.arch.fmax(log_decay_softplus(raw, slope, offset, rate), Float32(LOWEST))
+
+    @cute.jit
+    def finish_pairs(
+        self,
+        at: cutlass.Constexpr,
+        record: Int64,
+        block: cutlass.Constexpr,
+        half: Int32,
+        entries,
+        rows,
+        queries,
+        lane: Int32,
+    ):
+        """Products of a block's rows with earlier blocks; L by the warp of the first half of the channels, P by the other."""
+        rows, queries = [*rows], [*queries]  # changed below
+        size = 1024 * (block + 1)
+        buffer = at["partial"] + partial_offset(block)
+        away, home = buffer + (1 - half) * size, buffer + half * size
+        parts = [entries]
+        send_half(away, entries, half, lane)
+        for distance in cutlass.range_constexpr(block):
+            column = block - 1 - distance
+            scale = None
+            if const_expr(distance > 0):
+                scale = at["tables"] + 2 * TABLE_BYTES + (((column + 1) * 2 + half) * 4 + (lane & 3)) * 32
+            source = right_address(at["columns"] + half * COLUMN_BYTES, column, lane)
+            found = block_below(rows, queries, scale, source)
+            send_half(away + PAIR_BYTES * (1 + column), found, half, lane)
+            parts.insert(1, found)
+        cute.arch.barrier(barrier_id=2 + block, number_of_threads=64)
+        received = receive_entries(home, PAIR_WORDS, lane)
+        for column in cutlass.range_constexpr(block):
+            received += receive_entries(home + PAIR_BYTES * (1 + column), 8, lane)
+        cute.arch.sync_warp()  # the block on the diagonal of L comes where the partner's entries were
+        if half == 0:
+            place_lower(summed(parts, 0, received), block, at["lower"], LOWER_PITCH, buffer, at["beta"], lane)
+        else:
+            own = load_shared(home + 768 + lane * 8, 2)
+            place_products(summed(parts, 1, received), block, home, own, lane)
+            cute.arch.sync_warp()
+            store_block(record + P_OFFSET, block, lane, [home + i * 512 + lane * 16 for i in range(block + 1)])
 
 
 def build(key: KdaRecordsKey):

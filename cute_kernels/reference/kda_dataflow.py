@@ -10,13 +10,21 @@ import torch
 
 CHUNK = 64
 GROUP = 16
-LEVELS = (32, 16, 8, 4, 2, 1)
+FLOOR = -14.0  # base-2 log decay of a token, below which it counts as this much in its group's own products
+SHIFT = 112.0  # of the exponents there
+LOWEST = -160.0  # what leaves less than this of a channel leaves nothing
 HALF_MAX = 65504.0
+LOG2E = 1.4426950408889634
 
 
 def half(x: torch.Tensor) -> torch.Tensor:
     """Rounded to fp16, saturating."""
     return x.clamp(-HALF_MAX, HALF_MAX).half()
+
+
+def tf32(x: torch.Tensor) -> torch.Tensor:
+    """What a tf32 product reads of fp32: 10 bits of mantissa, the others cut off."""
+    return (x.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -29,35 +37,50 @@ def fp16_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return half(half(a).float() * half(b).float()).float()
 
 
-def decay_factors(alpha: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Running products inside 16-row groups: inclusive from the first row, exclusive up to the last. ``alpha [.., 16,
-    K]``."""
-    prefix = alpha.cumprod(-2)
-    suffix = torch.ones_like(alpha)
-    for i in range(alpha.shape[-2] - 2, -1, -1):
-        suffix[..., i, :] = suffix[..., i + 1, :] * alpha[..., i + 1, :]
-    return prefix, suffix
+def range_decays(g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Decays inside 16-row groups from base-2 logarithms ``g [.., 16, K]``, each one exponential of a sum: up to and with each
+    row, behind each row, and of the whole group."""
+    upto = g.cumsum(-2)
+    whole = upto[..., -1:, :]
+    return upto.exp2(), (whole - upto).exp2(), whole.squeeze(-2)
 
 
-def level_products(kn: torch.Tensor, qn: torch.Tensor, alpha: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Strictly lower ``kk`` and ``qk`` with per-channel decay, one product per level. ``[.., 64, K] -> [.., 64, 64]``.
+def block_products(
+    kn: torch.Tensor, qn: torch.Tensor, g: torch.Tensor, steep: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``kk`` and ``qk`` of one group of 16 rows, relative to its start, in tf32; entries above the diagonal mean nothing."""
+    if steep:
+        g = g.clamp_min(FLOOR)
+    G = g.cumsum(-2) + (SHIFT if steep else 0.0)
+    columns = tf32(kn * (-G).exp2()).mT
+    return tuple(product(tf32(x * G.exp2()), columns).nan_to_num(0.0, 0.0, 0.0) for x in (kn, qn))
 
-    At half size h the anchor is the last row of the lower half: rows decay from it, columns decay to it, so every
-    factor is a product of decays, at most 1, and depends on no later token than its row.
+
+def pair_products(
+    kn: torch.Tensor, qn: torch.Tensor, g: torch.Tensor, steep: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Strictly lower ``kk`` and ``qk`` with per-channel decay, by groups of 16 rows and columns. ``[.., 64, K] -> [.., 64, 64]``.
+
+    Rows decay from their group's start, columns to their group's end, and rows through the groups between: factors are products
+    of decays, at most 1, of no later token than the row, but for those of `block_products`.
     """
+    upto, behind, whole = range_decays(g.unflatten(-2, (CHUNK // GROUP, GROUP)))
+    through = half(whole.exp2()).float()
     kk = torch.zeros(*kn.shape[:-2], CHUNK, CHUNK)
     qk = torch.zeros_like(kk)
-    for h in LEVELS:
-        for start in range(0, CHUNK, 2 * h):
-            middle, end = start + h, start + 2 * h
-            rows = alpha[..., middle:end, :].cumprod(-2)
-            columns = torch.ones_like(rows)
-            for j in range(h - 2, -1, -1):
-                columns[..., j, :] = columns[..., j + 1, :] * alpha[..., start + j + 1, :]
-            b = half(kn[..., start:middle, :] * columns).mT
-            kk[..., middle:end, start:middle] = product(half(kn[..., middle:end, :] * rows), b)
-            qk[..., middle:end, start:middle] = product(half(qn[..., middle:end, :] * rows), b)
-    return kk, qk
+    for i in range(CHUNK // GROUP):
+        rows = slice(i * GROUP, (i + 1) * GROUP)
+        kk[..., rows, rows], qk[..., rows, rows] = block_products(
+            kn[..., rows, :], qn[..., rows, :], g[..., rows, :], steep
+        )
+        left = [fp16_product(x[..., rows, :], upto[..., i, :, :]) for x in (kn, qn)]
+        for j in range(i - 1, -1, -1):
+            columns = slice(j * GROUP, (j + 1) * GROUP)
+            right = half(fp16_product(kn[..., columns, :], behind[..., j, :, :])).mT
+            for x, out in zip(left, (kk, qk)):
+                out[..., rows, columns] = product(half(x), right)
+            left = [fp16_product(x, through[..., j, None, :]) for x in left]
+    return kk.tril(-1), qk.tril(-1)
 
 
 def rounded_rows(x: torch.Tensor) -> torch.Tensor:
@@ -115,6 +138,7 @@ def prefill(
     beta: torch.Tensor,
     S: torch.Tensor,
     scale: float,
+    steep: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One sequence. Raw bf16 ``q, k, v [H, T, 128]``, fp32 log decay ``g [H, T, 128]``, fp32 ``beta [H, T]``, state
     ``[H, V, K]``.
@@ -127,22 +151,21 @@ def prefill(
         count = min(CHUNK, q.shape[1] - start)
 
         qc, kc, vc = (padded(x[:, sl], 0.0) for x in (q, k, v))
-        alpha, bc = padded(g[:, sl].exp(), 1.0), padded(beta[:, sl], 0.0)
+        log2 = half((padded(g[:, sl], 0.0) * LOG2E).clamp_min(LOWEST)).float()
+        bc = padded(beta[:, sl], 0.0)
         rk = torch.rsqrt((kc * kc).sum(-1, keepdim=True) + 1e-6)
         rq = torch.rsqrt((qc * qc).sum(-1, keepdim=True) + 1e-6) * scale
-        kn, qn = half(kc * rk).float(), half(qc * rq).float()
-        groups = alpha.unflatten(1, (4, GROUP))
-        prefix, suffix = decay_factors(groups)
-        total = prefix[:, :, -1]
-        before = torch.ones_like(total)
-        after = torch.ones_like(total)
-        for i in range(1, 4):
-            before[:, i] = before[:, i - 1] * total[:, i - 1]
-            after[:, 3 - i] = after[:, 4 - i] * total[:, 4 - i]
-        from_start = fp16_product(prefix, before[:, :, None]).flatten(1, 2)
-        to_end = fp16_product(suffix, after[:, :, None]).flatten(1, 2)
-        kg, qg, ku = half(kn * from_start), half(qn * from_start), half(kn * to_end)
-        kk, qk = level_products(kn, qn, alpha)
+        kn, qn = kc * rk, qc * rq
+        upto, behind, whole = range_decays(log2.unflatten(1, (CHUNK // GROUP, GROUP)))
+        before = (whole.cumsum(1) - whole)[:, :, None].exp2()
+        after = (whole.sum(1, keepdim=True) - whole.cumsum(1))[:, :, None].exp2()
+
+        def decayed(x: torch.Tensor, inside: torch.Tensor, outside: torch.Tensor) -> torch.Tensor:
+            near = fp16_product(x.unflatten(1, (CHUNK // GROUP, GROUP)), inside)
+            return half(fp16_product(near, outside.expand_as(near))).flatten(1, 2)
+
+        kg, qg, ku = decayed(kn, upto, before), decayed(qn, upto, before), decayed(kn, behind, after)
+        kk, qk = pair_products(kn, qn, log2, steep)
         P = qk + torch.diag_embed(rq[..., 0] * rk[..., 0] * (qc * kc).sum(-1))
         T = scaled_inverse(kk * bc[..., None], bc)
         packed = half(S)
@@ -150,5 +173,5 @@ def prefill(
         U = half(product(X, T.mT))
         o = product(packed, qg.mT) + product(U, half(P).mT)
         outputs.append(o.mT[:, :count].bfloat16())
-        S = S * (before[:, 3] * total[:, 3])[:, None, :] + product(U, ku)
+        S = S * whole.sum(1).exp2()[:, None, :] + product(U, ku)
     return torch.cat(outputs, 1), S

@@ -179,4 +179,23 @@ def test_half_a_head_a_block_only_where_every_half_has_a_multiprocessor() -> Non
 
 def test_few_specialisations_ship_and_their_names_differ() -> None:
     symbols = [entry.key.symbol() for entry in config.shipped()]
-    assert len(set(symbols)) == len(symbols) == 10
+    assert len(set(symbols)) == len(symbols) == 11
+
+
+def test_steep_gates_are_told_by_their_bound() -> None:
+    assert config.records_key(None) == config.KdaRecordsKey("softplus", steep=True)
+    assert [config.records_key(bound).steep for bound in (-2.0, -5.0, config.GENTLE_BOUND, -5.5, -5.9, -40.0)] == [
+        False, False, False, True, True, True,
+    ]  # fmt: skip
+    assert -16 * config.GENTLE_BOUND * math.log2(math.e) < 126
+
+
+@pytest.mark.parametrize("gate", ["trained", "random bounded", 0.0, -0.01, -5.0, config.GENTLE_BOUND])
+@pytest.mark.parametrize("kind", ["independent", "correlated"])
+def test_gentle_gates_need_no_shift(kind: str, gate: str | float) -> None:
+    q, k, v, beta, S = inputs(kind, 1, 192)
+    g = log_decay(gate, 1, 192)
+    want_o, want_S = recurrence(q, k, v, g, beta, S, D**-0.5)
+    o, S_end = kda_dataflow.prefill(q, k, v, g, beta, S, D**-0.5, steep=False)
+    assert ratio(o, want_o) <= (0.004 if kind == "independent" else 0.006)
+    assert ratio(S_end, want_S) <= (0.004 if kind == "independent" else 0.01)
