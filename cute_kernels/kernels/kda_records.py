@@ -297,7 +297,7 @@ class KdaRecords:
         count: Int32,
         entry: Int32,
     ):
-        """One warp: the first item from `item` on whose slot has a chunk, its inputs on their way to L2; count 0 at the end.
+        """One warp: the first item from `item` on whose slot has a chunk; count 0 at the end.
 
         `slot` and what follows are those of the item before it, whose slot is not looked up again. A slot's line of the table is
         written by whoever has the slot's first head.
@@ -324,12 +324,6 @@ class KdaRecords:
             store_shared(inputs.info + 32, count, start, start + count, entry)
             store_shared(inputs.info + 48, slot, local_head, item, token)
         cute.arch.sync_warp()
-        if count > 0:
-            head = inputs.first_head + local_head
-            key_head = head // inputs.group_size
-            for (tma, gX), column in ((inputs.k, key_head), (inputs.q, key_head)):
-                _, tXgX = self.input_tile(inputs, tma, gX, inputs.tile, token, column)
-                cute.prefetch(tma, tXgX)
 
     def input_tile(self, inputs, tma, gX, tile, token, head):
         """Rows token .. token + 63 of a head for TMA; rows behind the tensor are zeros, rows of a neighbour are masked later."""
