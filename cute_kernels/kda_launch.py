@@ -7,10 +7,13 @@ import torch
 from .checkpoints import Checkpoints
 from .compile.cache import jit_cache
 from .configs.kda_prefill import (
+    BLOCKS_OF_RECORDS,
     LONG_LENGTH,
+    ORDERED_ROWS,
     RECORD_BYTES,
     KdaPrefillKey,
     heads_per_launch,
+    overlap,
     parts_of_long_rows,
     records_key,
     slabs_per_block,
@@ -23,6 +26,7 @@ kda_prefill = jit_cache("kda_prefill")
 segment_states = jit_cache("segment_states")
 
 STATE_ELEMENTS = 128 * 128
+NO_ROW = 2**31 - 1  # tokens: more than any row has
 STATE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
@@ -52,7 +56,8 @@ def launch_chunked(
     Rows of fewer than `min_tokens` tokens are left alone: nothing of theirs is written. Rows of `long_length` tokens or more run
     in parts; how many there may be follows from shapes alone. A workspace of 65 KiB a chunk and head is taken from the caching
     allocator and kept bounded: chunks go in several launches, between which a row's state is carried in fp32, or, where rows may
-    run in parts, heads do. Rows in parts take 128 KiB more a head and inner segment.
+    run in parts, heads do. Rows in parts take 128 KiB more a head and inner segment. Where shapes say that it ends sooner, the
+    launch behind that of the records runs beside it; no bit depends on that.
     """
     tokens, hk, width = q.shape
     hv = v.shape[1]
@@ -66,9 +71,24 @@ def launch_chunked(
     group = heads_per_launch(window, hv)
     table = torch.empty(slots, 4, dtype=torch.int32, device=q.device)
     records = torch.empty(window * group, RECORD_BYTES // 4, dtype=torch.int32, device=q.device)
-    make_records = kda_records(records_key(lower_bound))
     name = STATE_NAMES[state.dtype]
-    run_chunks = kda_prefill(KdaPrefillKey(name, slabs_per_block(max(rows, long_rows * parts), hv)))
+    # What the launch behind the records walks: segments of long rows, or, where most rows must be short ones, whole rows.
+    segments = long_rows > 0 and tokens >= rows * long_length
+    states = long_rows * (2 * parts - 3)
+    chains, pieces = (states, parts) if segments else (rows, 1)
+    beside = None
+    if rows * pieces <= ORDERED_ROWS:
+        steps = window / (long_rows * parts if segments else rows)
+        beside = overlap(window, hv, chains, steps, segments, 6.0 if long_rows and not segments else 0.0)
+    flags = torch.empty(window * group, dtype=torch.int32, device=q.device) if beside else cu_seqlens
+    dealt = (beside.blocks, beside.stay, beside.rounds, beside.early) if beside else (BLOCKS_OF_RECORDS, 0, 0, 0)
+    make_records = kda_records(records_key(lower_bound, beside is not None))
+    find_states = KdaPrefillKey(name, slabs_per_block(max(states, 1), hv), transition=True)
+    run_chunks = KdaPrefillKey(name, slabs_per_block(max(rows, long_rows * parts), hv))
+    if beside and segments:
+        find_states = KdaPrefillKey(name, beside.slabs, transition=True, overlapped=True)
+    elif beside:
+        run_rows = KdaPrefillKey(name, beside.slabs, overlapped=True)
     inner = 2 * long_rows * (parts - 1) if long_rows else 2 * (window < slots)
     work = torch.empty(max(inner, 1), state[0].numel() if inner else 4, dtype=torch.float32, device=q.device)
     if tokens == 0:  # states still move between slots; a tensor map needs an address
@@ -83,28 +103,22 @@ def launch_chunked(
         for first in range(0, hv, group):
             heads = min(group, hv - first)
             make_records(
-                q, k, g, b, A_log, dt_bias.flatten(), cu_seqlens, plan[0], plan[1], lines, records, scale, bound, int(qk_l2norm),
-                int(entries > 0), min_tokens, chunk, first, heads, hv // hk,
+                q, k, g, b, A_log, dt_bias.flatten(), cu_seqlens, plan[0], plan[1], lines, records, flags, scale, bound,
+                int(qk_l2norm), int(entries > 0), min_tokens, chunk, first, heads, hv // hk, *dealt, long_length, pieces,
             )  # fmt: skip
-            tensors = (v, records, lines, pool, read_ids, write_ids, cu_seqlens, *plan, result, work)
-            sizes = (
-                int(entries > 0),
-                min_tokens,
-                chunk,
-                chunk // window & 1,
-                first,
-                heads,
-                long_rows,
-                long_length,
-                parts,
-            )
+            tensors = (v, records, flags, lines, pool, read_ids, write_ids, cu_seqlens, *plan, result, work)
+            place = (chunk, chunk // window & 1, first, heads, long_rows, long_length)
+            least = min_tokens
+            if beside and not segments:  # whole rows alone, which no launch behind it walks again
+                kda_prefill(run_rows)(*tensors, int(entries > 0), min_tokens, *place, 0)
+                least = NO_ROW
             if long_rows:
-                states = long_rows * (2 * parts - 3)
-                kda_prefill(KdaPrefillKey(name, slabs_per_block(states, hv), transition=True))(*tensors, *sizes)
+                kda_prefill(find_states)(*tensors, int(entries > 0), least, *place, parts)
                 if parts > 2:
                     part = work[:, first * STATE_ELEMENTS : (first + heads) * STATE_ELEMENTS]
                     segment_states(SegmentStatesKey())(part, cu_seqlens, heads, parts, long_rows, long_length)
-            run_chunks(*tensors, *sizes)
+            if long_rows or least == min_tokens:
+                kda_prefill(run_chunks)(*tensors, int(entries > 0), least, *place, parts)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

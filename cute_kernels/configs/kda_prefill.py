@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,6 +18,9 @@ RECORD_BYTES = 66_560  # what a chunk contributes to one head's recurrence, see 
 MULTIPROCESSORS = 132
 GENTLE_BOUND = -5.4  # log decay a token; 16 of it, and their inverse, are in fp32's range
 LONG_LENGTH = 8192  # tokens of a row that is run in parts
+BLOCKS_OF_RECORDS = 2 * MULTIPROCESSORS  # on the chip at once
+ORDERED_ROWS = 32  # rows or segments that a warp puts in the order of need
+CHUNK_US = {False: {1: 1.18, 2: 2.25}, True: {1: 1.05, 2: 1.6}}  # by whether it is a transition, and slabs of a block
 WORKSPACE_BYTES = 1 << 30  # most that one launch may take for records
 
 
@@ -42,6 +46,58 @@ def slabs_per_block(chains: int, heads: int) -> Literal[1, 2]:
     return 1 if 2 * chains * heads <= MULTIPROCESSORS else 2
 
 
+@dataclass(frozen=True)
+class Overlap:
+    """How the recurrence runs beside the launch of its records.
+
+    slabs: of a recurrence block. stay: multiprocessors that make records to the end. rounds: items that each worker of the
+    whole chip makes first; 0 where the records have no more than `stay` multiprocessors from the start. early: multiprocessors
+    that make their first item alone instead of two at a time, so that the recurrence can start sooner.
+    """
+
+    slabs: Literal[1, 2]
+    stay: int
+    rounds: int
+    early: int = 0
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the launch of records, one a multiprocessor."""
+        return MULTIPROCESSORS if self.rounds else self.stay
+
+
+@functools.lru_cache(maxsize=1024)
+def overlap(slots: int, heads: int, chains: int, steps: float, transition: bool, extra_us: float) -> Overlap | None:
+    """How records and the launch that walks them run side by side, None where one follows the other; the bits are equal.
+
+    chains: rows, or states of segments, that the launch walks for each head. steps: chunks of one, on average; of several rows
+    one is longer. extra_us: what the side by side form costs besides. The form that ends soonest by measured times: a round of
+    records takes 12.4 us, less where fewer share memory; a chunk `CHUNK_US`, more where many blocks walk.
+    """
+    items, chunk_us = slots * heads, CHUNK_US[transition]
+    if not transition:
+        steps *= 1.0 if chains == 1 else 1.5 if chains <= 4 else 2.0
+    alone = chunk_us[slabs_per_block(chains, heads)] * (1.25 if 2 * chains * heads > 100 and not transition else 1.0)
+    sequence = max(items * 5.6 / MULTIPROCESSORS, 11) + 6 + steps * alone
+    best, least = None, 0.98 * sequence - extra_us
+    if steps * alone < 0.35 * sequence:
+        return None
+    for slabs in SLABS:
+        blocks = chains * heads * 2 // slabs
+        # Whole heads fall behind the records, which leave L2 before they are read where there are many.
+        if blocks > (64 if chains <= 4 else 96) or (slabs == 2 and items > 2500 and not transition):
+            continue
+        stay, chain = MULTIPROCESSORS - blocks, steps * chunk_us[slabs]
+        round_us = 9.8 + 0.026 * stay if slabs == 1 else 12.4
+        for rounds in range(items // BLOCKS_OF_RECORDS + 1):
+            rest = -(-(items - rounds * BLOCKS_OF_RECORDS) // (2 * stay)) * round_us + 3
+            time = 4 + max(12.4 * rounds, 8) + max(chain, rest)
+            if time < least:
+                early = 40 if rounds == 0 and chains * heads <= 12 else 0
+                best, least = Overlap(slabs, stay, rounds, early), time
+    return best
+
+
 def parts_of_long_rows(heads: int) -> int:
     """Segments of a row of `LONG_LENGTH` tokens or more; 1 where the heads alone occupy the chip.
 
@@ -50,7 +106,7 @@ def parts_of_long_rows(heads: int) -> int:
     """
     if heads <= 8:
         return 6
-    return 4 if heads <= 16 else 1
+    return 4 if heads <= 12 else 1
 
 
 @dataclass(frozen=True)
@@ -58,21 +114,23 @@ class KdaRecordsKey:
     """Everything that changes the code of `kernels/kda_records.py`.
 
     steep: whether the gate may leave a channel less than e^GENTLE_BOUND a token, so that 16 tokens may leave fp32's range.
+    overlapped: the recurrence runs beside it.
     """
 
     gate: Gate
     steep: bool = True
+    overlapped: bool = False
 
     def symbol(self) -> str:
         """C identifier of the specialisation."""
-        return f"kda_records_{self.gate}{'' if self.steep else '_gentle'}"
+        return f"kda_records_{self.gate}{'' if self.steep else '_gentle'}{'_overlapped' if self.overlapped else ''}"
 
 
-def records_key(lower_bound: float | None) -> KdaRecordsKey:
+def records_key(lower_bound: float | None, overlapped: bool = False) -> KdaRecordsKey:
     """The records kernel for a gate: softplus without a bound."""
     if lower_bound is None:
-        return KdaRecordsKey("softplus")
-    return KdaRecordsKey("bounded", steep=lower_bound < GENTLE_BOUND)
+        return KdaRecordsKey("softplus", overlapped=overlapped)
+    return KdaRecordsKey("bounded", lower_bound < GENTLE_BOUND, overlapped)
 
 
 @dataclass(frozen=True)
@@ -81,27 +139,32 @@ class KdaPrefillKey:
 
     slabs: state warpgroups of a block, 64 V rows each: 2 is a whole head, 1 half of one. Both give the same bits.
     transition: the launch that finds what segments of long rows do to a state.
+    overlapped: it runs beside the launch that makes its records.
     """
 
     state: StateDtype
     slabs: Literal[1, 2]
     transition: bool = False
+    overlapped: bool = False
 
     def symbol(self) -> str:
         """C identifier of the specialisation."""
-        return f"kda_{'transition' if self.transition else 'prefill'}_{SHORT[self.state]}_{self.slabs}"
+        form = f"{'transition' if self.transition else 'prefill'}{'_overlapped' if self.overlapped else ''}"
+        return f"kda_{form}_{SHORT[self.state]}_{self.slabs}"
 
 
 def shipped() -> list[Entry]:
     """Specialisations built ahead of time."""
-    records = [KdaRecordsKey("softplus"), KdaRecordsKey("bounded"), KdaRecordsKey("bounded", steep=False)]
+    kinds: list[tuple[Gate, bool]] = [("softplus", True), ("bounded", True), ("bounded", False)]
+    records = [KdaRecordsKey(*kind, overlapped) for overlapped in (False, True) for kind in kinds]
     entries = [Entry("kda_records", key, ResourceBudget(max_registers=128)) for key in records]
     entries += [
         Entry(
             "kda_prefill",
-            KdaPrefillKey(state, slabs, transition),
+            KdaPrefillKey(state, slabs, transition, overlapped),
             ResourceBudget(max_registers=255 if slabs == 1 else 168),
         )
+        for overlapped in (False, True)
         for transition in (False, True)
         for state in STATE_DTYPES
         for slabs in SLABS

@@ -14,6 +14,9 @@ Long rows in parts, as in `kernels/gdn_prefill.py`: a segment maps its start sta
 segment but the last from a zero state (the first from the true one) for N, and from the identity without values for A, with
 neither queries nor outputs; `kernels/segment_states.py` composes them; the main launch then runs all segments at once. Records
 are made once and serve both launches. What decides how a row is cut is its own length.
+
+Where few blocks leave multiprocessors idle, the launch directly behind that of the records runs beside it
+(`device/record_flags.py`): the warps that load a record wait for its flag.
 """
 
 import cutlass
@@ -22,22 +25,21 @@ from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64, Uint32, c
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from ..compile.cache import cute_compile
-from ..compile.fake import fake_ids, fake_matrix, fake_pool, fake_rows, fake_stream
+from ..compile.fake import fake_ids, fake_matrix, fake_pool, fake_rows, fake_stream, fake_vector
 from ..configs.kda_prefill import KdaPrefillKey
 from ..device.kda_layout import (
-    KG_OFFSET,
     KU_OFFSET,
     P_OFFSET,
     QG_OFFSET,
     RECORD_BYTES,
-    RECORD_COPY_BYTES,
     T_OFFSET,
     TAIL_OFFSET,
     first_slot,
     segment_of_block,
     slot_of_token,
 )
-from ..device.kda_stage import bulk_load, staged_operand
+from ..device.kda_loads import TAIL_BYTES, load_early, load_late
+from ..device.kda_stage import staged_operand
 from ..device.memory import store_vector
 from ..device.prefill_layout import CHUNK, HEAD, OPERAND_BYTES, OUT_PITCH, TILE_BYTES
 from ..device.prefill_schedule import segment_bounds
@@ -54,6 +56,7 @@ from ..device.prefill_state import (
     values_tile,
 )
 from ..device.prefill_sync import Ring, advance
+from ..device.record_flags import join, leave
 from ..device.state_io import row_ptr
 from ..device.warp_ops import fragment_words, load_shared, pack_f16, store_shared
 
@@ -61,7 +64,6 @@ EARLY_STAGES = {1: 3, 2: 2}  # what fits with three late ones
 LATE_STAGES = 3
 TRANSITION_STAGES = 3
 HALF_OUT_PITCH = 144  # of an output row of 64 values
-TAIL_BYTES = RECORD_COPY_BYTES - TAIL_OFFSET
 WORK_LIMIT = 1 << 30  # every slot of the workspace is a slot
 STATE_REGISTERS = {1: 248, 2: 224}
 SERVICE_REGISTERS = {1: 56, 2: 40}
@@ -85,6 +87,7 @@ class KdaPrefill:
         self,
         mV: cute.Tensor,  # (T, HV * V) bf16
         mRecords: cute.Tensor,  # (slots * heads, RECORD_BYTES / 4) int32
+        mFlags: cute.Tensor,  # (slots * heads,) int32, beside the launch that makes the records: which are there
         mTable: cute.Tensor,  # (slots of this launch, 4) int32: first token, count, start in the row, first entry
         mState: cute.Tensor,  # (S, HV * V * K)
         mReadIds: cute.Tensor,  # (N,) int32
@@ -129,14 +132,16 @@ class KdaPrefill:
         ]
         self.kernel.set_name_prefix(self.key.symbol(), remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(
-            tma_v, gV, mRecords, mTable, mState, mReadIds, mWriteIds, mCu, mEntryCu, mEnds, mSlots, mOut, mWork, has_entries,
-            min_tokens, first_chunk, carried, first_head, heads, long_rows, long_length, parts, state[0], state[1], value_layout,
+            tma_v, gV, mRecords, mFlags, mTable, mState, mReadIds, mWriteIds, mCu, mEntryCu, mEnds, mSlots, mOut, mWork,
+            has_entries, min_tokens, first_chunk, carried, first_head, heads, long_rows, long_length, parts, state[0], state[1],
+            value_layout,
         ).launch(
             grid=[heads * (2 // slabs), self.items(cute.size(mReadIds, mode=[0]), long_rows, parts), 1],
             block=[self.threads, 1, 1],
             max_number_threads=[self.threads, 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
+            use_pdl=self.key.overlapped,
         )  # fmt: skip
 
     def items(self, rows, long_rows, parts):
@@ -151,6 +156,7 @@ class KdaPrefill:
         tma_v: cute.CopyAtom,
         gV: cute.Tensor,
         mRecords: cute.Tensor,
+        mFlags: cute.Tensor,
         mTable: cute.Tensor,
         mState: cute.Tensor,
         mReadIds: cute.Tensor,
@@ -184,6 +190,8 @@ class KdaPrefill:
         late = Ring(barriers + 2 * self.early_stages, self.late_stages, 1, 4 * slabs)
         outputs = Ring(barriers + 2 * (self.early_stages + self.late_stages), 1, 4 * slabs, 2)
         if tidx == 0:
+            if const_expr(self.key.overlapped):
+                join()
             early.initialise()
             late.initialise()
             outputs.initialise()
@@ -244,88 +252,35 @@ class KdaPrefill:
             else:
                 cute.arch.setmaxregister_decrease(SERVICE_REGISTERS[slabs])
                 records = mRecords.iterator.toint() + Int64(local_head) * RECORD_BYTES
+                flags = mFlags.iterator.toint() + Int64(local_head) * 4
                 pitch = Int64(heads) * RECORD_BYTES
                 column = head * HEAD + first_slab * 64
                 if warp == 4 * slabs:
-                    self.load_early(
-                        storage, early, tma_v, gV, records, pitch, mTable, value_layout, begin, end, column, work
+                    load_early(
+                        self,
+                        storage,
+                        early,
+                        tma_v,
+                        gV,
+                        records,
+                        flags,
+                        pitch,
+                        mTable,
+                        value_layout,
+                        begin,
+                        end,
+                        column,
+                        work,
+                        lane,
                     )
                 if warp == 4 * slabs + 1:
-                    self.load_late(storage, late, records, pitch, mTable, begin, end)
+                    load_late(self, storage, late, records, flags, pitch, mTable, begin, end, lane)
                 if const_expr(not self.key.transition):
                     if warp >= 4 * slabs + 2:
                         half = warp - (4 * slabs + 2)
                         self.output_role(storage, outputs, mTable, mOut, begin, end, column, half, lane)
-
-    @cute.jit
-    def load_early(
-        self,
-        storage,
-        ring,
-        tma_v: cute.CopyAtom,
-        gV: cute.Tensor,
-        records: Int64,
-        pitch: Int64,
-        mTable: cute.Tensor,
-        value_layout: cute.ComposedLayout,
-        begin: Int32,
-        end: Int32,
-        column: Int32,
-        work: Int32,
-    ):
-        """One warp: KG and the V tile of every chunk of the row, what the chain needs first."""
-        # A transition from the identity (an odd place) has no values.
-        values = (work & 1 == 0) if const_expr(self.key.transition) else True
-        size = Int32(self.early_bytes) if values else Int32(OPERAND_BYTES)
-        base = storage.early.data_ptr()
-        stage, parity = Int32(0), Int32(0)
-        for slot in cutlass.range(begin, end, unroll=1):
-            token, count = Int32(mTable[slot, 0]), Int32(mTable[slot, 1])
-            if count > 0:
-                ring.wait_empty(stage, parity)
-                ring.expect(stage, size)
-                target = base + stage * (self.early_bytes // 4)
-                bulk_load(target, records + Int64(slot) * pitch + KG_OFFSET, OPERAND_BYTES, ring.full + stage)
-                if values:
-                    self.load_values(ring, tma_v, gV, value_layout, target + OPERAND_BYTES // 4, token, column, stage)
-                stage, parity = advance(stage, parity, self.early_stages)
-
-    @cute.jit
-    def load_values(
-        self,
-        ring: cutlass.Constexpr,
-        tma_v: cute.CopyAtom,
-        gV: cute.Tensor,
-        value_layout: cute.ComposedLayout,
-        target: cute.Pointer,
-        token: Int32,
-        column: Int32,
-        stage: Int32,
-    ):
-        """Start the load of a chunk's V tile."""
-        value = cute.recast_ptr(target, value_layout.inner, BFloat16)
-        sV = cute.make_tensor(value, value_layout.outer)
-        gTile = cute.local_tile(cute.domain_offset((token, column), gV), (CHUNK, 64 * self.key.slabs), (0, 0))
-        tVsV, tVgV = cpasync.tma_partition(
-            tma_v, 0, cute.make_layout(1), cute.group_modes(sV, 0, 2), cute.group_modes(gTile, 0, 2)
-        )
-        cute.copy(tma_v, tVgV, tVsV, tma_bar_ptr=ring.full + stage)
-
-    @cute.jit
-    def load_late(self, storage, ring, records: Int64, pitch: Int64, mTable: cute.Tensor, begin: Int32, end: Int32):
-        """One warp: everything else of every record."""
-        base, tails = storage.late.data_ptr(), storage.tails.data_ptr()
-        stage, parity = Int32(0), Int32(0)
-        for slot in cutlass.range(begin, end, unroll=1):
-            count = Int32(mTable[slot, 1])
-            if count > 0:
-                ring.wait_empty(stage, parity)
-                source = records + Int64(slot) * pitch
-                ring.expect(stage, self.late_bytes + TAIL_BYTES)
-                target, tail = base + stage * (self.late_bytes // 4), tails + stage * (TAIL_BYTES // 4)
-                bulk_load(target, source + self.late_first, self.late_bytes, ring.full + stage)
-                bulk_load(tail, source + TAIL_OFFSET, TAIL_BYTES, ring.full + stage)
-                stage, parity = advance(stage, parity, self.late_stages)
+        if const_expr(self.key.overlapped):
+            leave()
 
     @cute.jit
     def output_role(
@@ -582,6 +537,7 @@ def build(key: KdaPrefillKey):
         KdaPrefill(key),
         fake_rows(BFloat16, tokens),
         fake_matrix(Int32, columns=RECORD_BYTES // 4),
+        fake_vector(Int32),
         fake_matrix(Int32, columns=4),
         fake_pool(dtype),
         fake_ids(rows, Int32),

@@ -24,6 +24,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from ..compile.cache import cute_compile
 from ..compile.fake import fake_ids, fake_matrix, fake_rows, fake_stream, fake_vector
 from ..configs.kda_prefill import KdaRecordsKey
+from ..device import kda_items
 from ..device.arith import sigmoid
 from ..device.kda_fragments import (
     COLUMN_BYTES,
@@ -55,7 +56,6 @@ from ..device.kda_layout import (
     P_OFFSET,
     RECORD_BYTES,
     T_OFFSET,
-    chunk_of_slot,
 )
 from ..device.kda_rows import (
     TABLE_BYTES,
@@ -74,9 +74,7 @@ from ..device.prefill_sync import Bundle
 from ..device.state_io import row_ptr
 from ..device.warp_ops import load_shared, reread, store_shared
 
-THREADS = 256
-BLOCKS = 2 * 132  # resident on the chip at once; each takes an equal run of (chunk slot, head) items
-LOADER = 0  # warp that starts loads and stores: of the first block, which has no products with others
+THREADS, LOADER = kda_items.THREADS, kda_items.LOADER
 NORM_EPS = 1e-6
 LOWEST = -160.0  # log decay of a token, base 2, below which its decay is zero in fp32
 MINUS_INFINITY_PAIR = 0xFF80FF80  # bf16 raw gates whose decay is exactly 1
@@ -103,6 +101,7 @@ class KdaRecords:
         mEnds: cute.Tensor,  # (M,) int32
         mTable: cute.Tensor,  # (slots of this launch, 4) int32: first token, count, start in the row, first entry
         mRecords: cute.Tensor,  # (slots * heads, RECORD_BYTES / 4) int32
+        mFlags: cute.Tensor,  # (slots * heads,) int32, beside the recurrence: which records are there
         scale: Float32,
         lower_bound: Float32,
         l2norm: Int32,  # whether q and k arrive un-normalised
@@ -112,6 +111,12 @@ class KdaRecords:
         first_head: Int32,
         heads: Int32,
         group_size: Int32,  # value heads per key head
+        blocks: Int32,  # at most so many
+        stay: Int32,  # of them make records to the end, the others as many as in `rounds` rounds of all workers
+        rounds: Int32,
+        early: Int32,  # blocks whose first item must come soon
+        long_length: Int32,  # rows of so many tokens or more run in `parts` segments
+        parts: Int32,
         stream,
     ):
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
@@ -135,18 +140,20 @@ class KdaRecords:
             sums: cute.struct.Align[words(CHUNK * SUMS_PITCH), 128]
             beta: cute.struct.Align[words(CHUNK * 4), 128]
             bias: cute.struct.Align[words(HEAD * 4 + 16), 128]
-            info: cute.struct.Align[words(80), 16]  # of the next item, of the one behind it; end of the block's run
+            info: cute.struct.Align[
+                words(kda_items.INFO_BYTES), 16
+            ]  # of the next item, of the one behind it; see `kda_items`
             loaded: cute.struct.MemRange[cutlass.Int64, 2]  # k and q; gate and info
 
         self.storage = Storage
         self.kernel.set_name_prefix(self.key.symbol(), remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(
             inputs[0][0], inputs[0][1], inputs[1][0], inputs[1][1], inputs[2][0], inputs[2][1], mB, mALog, mBias, mCu, mEntryCu,
-            mEnds, mTable, mRecords, scale, lower_bound, l2norm, has_entries, min_tokens, first_chunk, first_head, heads,
-            group_size, input_layout,
+            mEnds, mTable, mRecords, mFlags, scale, lower_bound, l2norm, has_entries, min_tokens, first_chunk, first_head, heads,
+            group_size, stay, rounds, early, long_length, parts, input_layout,
         ).launch(
-            grid=[cutlass.min(cute.size(mTable, mode=[0]) * heads, BLOCKS), 1, 1],
-            block=[THREADS, 1, 1],
+            grid=[cutlass.min(cute.size(mTable, mode=[0]) * heads, blocks), 1, 1],
+            block=[kda_items.workers_of_block(self.key.overlapped) * THREADS, 1, 1],
             max_number_threads=[2 * THREADS, 1, 1],  # caps registers so that two blocks fit an SM
             stream=stream,
         )  # fmt: skip
@@ -168,6 +175,7 @@ class KdaRecords:
         mEnds: cute.Tensor,
         mTable: cute.Tensor,
         mRecords: cute.Tensor,
+        mFlags: cute.Tensor,
         scale: Float32,
         lower_bound: Float32,
         l2norm: Int32,
@@ -177,14 +185,19 @@ class KdaRecords:
         first_head: Int32,
         heads: Int32,
         group_size: Int32,
+        stay: Int32,
+        rounds: Int32,
+        early: Int32,
+        long_length: Int32,
+        parts: Int32,
         input_layout: cute.ComposedLayout,
     ):
         tidx, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
+        worker, tidx, storage = kda_items.place_worker(self.storage, tidx, self.key.overlapped)
         warp = cute.arch.make_warp_uniform(tidx // 32)
         lane = tidx % 32
-        storage = cutlass.utils.SmemAllocator().allocate(self.storage)
         loaded = storage.loaded.data_ptr()
         if tidx == 0:
             cute.arch.mbarrier_init(loaded, 1)
@@ -192,40 +205,44 @@ class KdaRecords:
             cute.arch.mbarrier_init_fence()
         names = ("columns", "lower", "partial", "totals", "tables", "sums", "beta", "bias", "info")
         at = {name: getattr(storage, name).data_ptr().toint() for name in names}
-        cute.arch.sync_threads()
-        items = Int64(cute.size(mTable, mode=[0])) * Int64(heads)
-        first, stop = Int32(items * Int64(block) // Int64(blocks)), Int32(items * Int64(block + 1) // Int64(blocks))
+        slots, turns = cute.size(mTable, mode=[0]), (stay, rounds, early)
+        dealt = kda_items.deal(slots, heads, block, blocks, worker, turns, self.key.overlapped)
         start = storage.inputs.data_ptr()
         inputs = Bundle(
             plan=(mCu, mEntryCu, mEnds), table=mTable, k=(tma_k, gK), q=(tma_q, gQ), gate=(tma_g, gG),
             tile=cute.recast_ptr(start, input_layout.inner, BFloat16), layout=input_layout, first_chunk=first_chunk,
             heads=heads, first_head=first_head, group_size=group_size, rows=cute.size(mCu, mode=[0]) - 1,
             has_entries=has_entries, min_tokens=min_tokens, loaded=loaded, info=at["info"], b=mB, a_log=mALog, bias=mBias,
-            scale=scale, lower_bound=lower_bound, l2norm=l2norm, start=start.toint(), at=at,
+            scale=scale, lower_bound=lower_bound, l2norm=l2norm, start=start.toint(), at=at, slots=slots, worker=worker,
+            overlapped=self.key.overlapped, flags=mFlags.iterator.toint(), long_length=long_length, parts=parts,
+            pitch=kda_items.storage_pitch(self.storage), **dealt,
         )  # fmt: skip
+        if tidx == 0:
+            kda_items.forget_last(inputs)
+        cute.arch.sync_threads()
         if warp == LOADER:
-            if lane == 0:
-                store_shared(at["info"] + 64, stop)
-            cute.arch.sync_warp()
-            self.look_ahead(inputs, first, Int32(-1), Int32(0), Int32(0), Int32(0), Int32(-1))
+            self.look_ahead(inputs, inputs.first, Int32(-1), Int32(0), Int32(0), Int32(0), Int32(-1))
             self.load_gate(inputs)
             self.start_next(inputs)
             self.find_next(inputs)
+        kda_items.begin(inputs, block, warp)
         parity = Int32(0)
         info = at["info"]
         cute.arch.mbarrier_wait(loaded + 1, parity)
         count = load_shared(info, 1, Int32)
         self.store_parameters(inputs, *self.gate_parameters(inputs, load_shared(info + 20, 1, Int32), tidx), tidx)
-        cute.arch.sync_threads()
+        kda_items.sync(inputs)
         while count > 0:
             # Zero, which the compiler cannot know: it would compute all addresses before the loop, and has no registers for it.
             zero = count >> 8
             slot, local_head = load_shared(info + 16, 2, Int32)
             record = mRecords.iterator.toint() + (Int64(slot) * Int64(heads) + Int64(local_head)) * RECORD_BYTES
             self.chunk(inputs, parity, record, count, first_head + local_head, tidx + zero)
+            kda_items.hand_over(inputs, warp)
             parity = parity ^ 1
             cute.arch.mbarrier_wait(loaded + 1, parity)
             count = load_shared(info, 1, Int32)
+        kda_items.finish(inputs, warp)
         cute.arch.cp_async_bulk_wait_group(0)
 
     def gate_parameters(self, inputs, local_head, tidx):
@@ -244,6 +261,7 @@ class KdaRecords:
         info = inputs.info
         count, start, end, entry = load_shared(info + 32, 4, Int32)
         slot, local_head, item, token = load_shared(info + 48, 4, Int32)
+        kda_items.remember_last(inputs)
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
             store_shared(info, count, start, end, entry)
@@ -271,7 +289,7 @@ class KdaRecords:
         count, start, _, entry = load_shared(inputs.info, 4, Int32)
         slot, _, item, token = load_shared(inputs.info + 16, 4, Int32)
         if count > 0:
-            self.look_ahead(inputs, item + 1, slot, token, start, count, entry)
+            self.look_ahead(inputs, kda_items.behind(inputs, item), slot, token, start, count, entry)
 
     @cute.jit
     def load_gate(self, inputs: cutlass.Constexpr):
@@ -297,30 +315,11 @@ class KdaRecords:
         count: Int32,
         entry: Int32,
     ):
-        """One warp: the first item from `item` on whose slot has a chunk; count 0 at the end.
-
-        `slot` and what follows are those of the item before it, whose slot is not looked up again. A slot's line of the table is
-        written by whoever has the slot's first head.
-        """
-        heads, lane, table = inputs.heads, cute.arch.lane_idx(), inputs.table
-        stop = load_shared(inputs.info + 64, 1, Int32)
-        count = count if (item < stop) & (item < (slot + 1) * heads) else Int32(0)
-        while (item < stop) & (count == 0):
-            slot = item // heads
-            found = chunk_of_slot(
-                *inputs.plan, inputs.first_chunk + slot, inputs.rows, lane, inputs.has_entries, inputs.min_tokens
-            )
-            token, start, count, entry = found[0] + found[1], found[1], found[2], found[3]
-            if (item == slot * heads) & (lane == 0):
-                table[slot, 0] = token
-                table[slot, 1] = count
-                table[slot, 2] = start
-                table[slot, 3] = entry
-            item = item if count > 0 else (slot + 1) * heads
-        slot = item // heads
-        local_head = item - slot * heads
+        """One warp: the first item from `item` on that has a chunk. What follows `item` are the facts of the item before."""
+        found = kda_items.next_item(inputs, item, slot, token, start, count, entry)
+        item, slot, local_head, token, start, count, entry = found
         cute.arch.sync_warp()
-        if lane == 0:
+        if cute.arch.lane_idx() == 0:
             store_shared(inputs.info + 32, count, start, start + count, entry)
             store_shared(inputs.info + 48, slot, local_head, item, token)
         cute.arch.sync_warp()
@@ -348,6 +347,7 @@ class KdaRecords:
         lane = tidx % 32
         warp = cute.arch.make_warp_uniform(tidx // 32)
         half = warp >> 2
+        kda_items.keep_record(inputs, record, tidx)
         block = warp if warp < 4 else 7 - warp  # the schedulers' pairs of warps have equal numbers of products
         if tidx < 4:
             word = load_shared(info + (tidx ^ (1 if tidx < 2 else 0)) * 4, 1, Uint32)
@@ -361,16 +361,18 @@ class KdaRecords:
             self.decays_of_block(inputs, count, block, lane, 0)
             if cute.arch.block_idx()[1] == 0:
                 self.decays_of_block(inputs, count, block, lane, 1)
-            cute.arch.barrier(barrier_id=6, number_of_threads=128)
+            cute.arch.barrier(barrier_id=kda_items.barrier_of(inputs, kda_items.DECAYS), number_of_threads=128)
             for each in cutlass.range_constexpr(2):
                 make_tables(at["totals"], at["tables"], record, tidx - 128 + 128 * each)
+
+        kda_items.publish_last(inputs, warp)
 
         # 2  row sums
         cute.arch.mbarrier_wait(inputs.loaded, parity)
         self.sums_of_block(inputs, count, block, half, lane)
         if (half == 0) & (lane < 16):
             store_shared(at["beta"] + at_row * 4, sigmoid(Float32(logit)) if at_row < count else Float32(0.0))
-        cute.arch.sync_threads()
+        kda_items.sync(inputs)
         if warp == LOADER:
             self.load_gate(inputs)
 
@@ -382,12 +384,13 @@ class KdaRecords:
             self.start_next(inputs)
         if half == 0:
             # T' comes where column operands were, which all warps have used.
-            cute.arch.barrier(barrier_id=1, number_of_threads=128)
+            cute.arch.barrier(barrier_id=kda_items.barrier_of(inputs, kda_items.INVERSE), number_of_threads=128)
             diagonal, inverse = at["partial"] + partial_offset(warp), at["columns"]
+            record = kda_items.kept_record(inputs, record)
             first_column = solve_diagonal(diagonal, at["lower"], inverse, at["beta"], warp, lane)
-            cute.arch.barrier(barrier_id=1, number_of_threads=128)
+            cute.arch.barrier(barrier_id=kda_items.barrier_of(inputs, kda_items.INVERSE), number_of_threads=128)
             merge_blocks(first_column, at["lower"], inverse, at["beta"], warp, lane)
-            cute.arch.barrier(barrier_id=1, number_of_threads=128)
+            cute.arch.barrier(barrier_id=kda_items.barrier_of(inputs, kda_items.INVERSE), number_of_threads=128)
             piece = [tile_address(inverse, warp * 16 + (lane >> 1), 2 * i + (lane & 1)) for i in range(4)]
             store_block(record + T_OFFSET, warp, lane, piece)
         if warp == LOADER:
@@ -496,9 +499,10 @@ class KdaRecords:
                 self.steps_from(step + 1, inputs, record, operands, table, pairs, (rows, queries), block, half, tidx)
         else:
             entries = pairs.entries()
+            record = kda_items.kept_record(inputs, record)
             self.store_parameters(inputs, *parameters, tidx)
             cute.arch.fence_view_async_shared()
-            cute.arch.sync_threads()
+            kda_items.sync(inputs)
             if cute.arch.make_warp_uniform(tidx // 32) == LOADER:
                 store_bulk(record + KG_OFFSET, inputs.start, 2 * OPERAND_BYTES)
                 store_bulk(record + KU_OFFSET, inputs.start + 2 * OPERAND_BYTES, OPERAND_BYTES)
@@ -506,7 +510,7 @@ class KdaRecords:
             # 4  pairs with earlier blocks, their sums over both halves, L and P
             for b in cutlass.range_constexpr(4):
                 if block == b:
-                    self.finish_pairs(at, record, b, half, entries, rows, queries, reread(tidx) % 32)
+                    self.finish_pairs(inputs, record, b, half, entries, rows, queries, reread(tidx) % 32)
 
     def gate(self, slope, rate):
         """Log decay of a raw value and its channel's offset."""
@@ -517,7 +521,7 @@ class KdaRecords:
     @cute.jit
     def finish_pairs(
         self,
-        at: cutlass.Constexpr,
+        inputs: cutlass.Constexpr,
         record: Int64,
         block: cutlass.Constexpr,
         half: Int32,
@@ -527,7 +531,7 @@ class KdaRecords:
         lane: Int32,
     ):
         """Products of a block's rows with earlier blocks; L by the warp of the first half of the channels, P by the other."""
-        rows, queries = [*rows], [*queries]  # changed below
+        at, rows, queries = inputs.at, [*rows], [*queries]  # changed below
         size = 1024 * (block + 1)
         buffer = at["partial"] + partial_offset(block)
         away, home = buffer + (1 - half) * size, buffer + half * size
@@ -542,7 +546,7 @@ class KdaRecords:
             found = block_below(rows, queries, scale, source)
             send_half(away + PAIR_BYTES * (1 + column), found, half, lane)
             parts.insert(1, found)
-        cute.arch.barrier(barrier_id=2 + block, number_of_threads=64)
+        cute.arch.barrier(barrier_id=kda_items.barrier_of(inputs, kda_items.PAIRS + block), number_of_threads=64)
         received = receive_entries(home, PAIR_WORDS, lane)
         for column in cutlass.range_constexpr(block):
             received += receive_entries(home + PAIR_BYTES * (1 + column), 8, lane)
@@ -572,8 +576,9 @@ def build(key: KdaRecordsKey):
         fake_ids(cute.sym_int(), Int32),
         fake_matrix(Int32, columns=4),
         fake_matrix(Int32, columns=RECORD_BYTES // 4),
+        fake_vector(Int32),
         Float32(1.0),
         Float32(-1.0),
-        *(Int32(1) for _ in range(7)),
+        *(Int32(1) for _ in range(13)),
         fake_stream(),
     )

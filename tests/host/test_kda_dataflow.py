@@ -177,9 +177,27 @@ def test_half_a_head_a_block_only_where_every_half_has_a_multiprocessor() -> Non
     assert config.slabs_per_block(2050, 1) == 2
 
 
+@pytest.mark.parametrize("heads", [1, 8, 12, 16, 32, 64, 96])
+@pytest.mark.parametrize(
+    ("rows", "length"), [(1, 1), (1, 2048), (1, 8192), (1, 32_768), (4, 2048), (8, 1024), (32, 1024)]
+)
+def test_records_and_recurrence_side_by_side_have_a_multiprocessor_a_block(heads: int, rows: int, length: int) -> None:
+    slots = rows * (length // 64 + 1)
+    plan = config.overlap(slots, heads, rows, slots / rows, False, 0.0)
+    if plan is not None:
+        recurrence = rows * heads * 2 // plan.slabs
+        assert 1 <= plan.stay == config.MULTIPROCESSORS - recurrence
+        assert plan.stay <= plan.blocks <= config.MULTIPROCESSORS
+        assert plan.rounds * config.BLOCKS_OF_RECORDS <= slots * heads
+    if heads * rows > config.MULTIPROCESSORS:
+        assert plan is None
+    if rows == 1 and length >= 2048 and 1 < heads <= 32:
+        assert plan is not None
+
+
 def test_few_specialisations_ship_and_their_names_differ() -> None:
     symbols = [entry.key.symbol() for entry in config.shipped()]
-    assert len(set(symbols)) == len(symbols) == 11
+    assert len(set(symbols)) == len(symbols) == 22
 
 
 def test_steep_gates_are_told_by_their_bound() -> None:

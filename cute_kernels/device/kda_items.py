@@ -1,0 +1,343 @@
+"""The (chunk slot, head) items of the KDA records kernel: which a worker computes, in which order, and how others learn of it.
+
+A worker is 256 threads. Alone on the chip, two blocks of one worker each share a multiprocessor, and each has a run of items,
+slot by slot with the heads inside. Beside the recurrence a block has two workers and a multiprocessor of its own, because small
+blocks would spread over all of them and leave none to the recurrence. Items are then dealt out one by one in the order of
+need: some rounds to all workers, the rest to those that stay when the others have left their multiprocessors to the
+recurrence. Needed first are chunks with the most chunks of their row behind them: rows are aligned at their ends, and a level
+of this order has one chunk of every row that is long enough.
+
+What a kernel needs of this: `place_worker`, `sync` instead of the block's barrier, `begin` before its first item, `next_item` to
+find items, `hand_over` behind the last store of an item, `publish_last` in the next one and behind the loop. In `inputs.info`
+words 4 and 5 are slot and head of the item under way, words 18 and 19 those of the one before, word 16 the end of the run.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint8, Uint32, const_expr
+
+from .kda_layout import chunk_of_slot, first_slot
+from .record_flags import clear_flag, publish, start_recurrence
+from .warp_ops import load_shared, reread, store_shared
+
+THREADS = 256
+LOADER = 0  # warp that finds items, starts loads and stores, and sets flags
+OTHERS = 7  # warps
+BARRIERS = 8  # of a worker; two workers take all there are, the block's own is the first one's
+MAIN, INVERSE, PAIRS, DECAYS, PUBLISH = 0, 1, 2, 6, 7
+TURNS = 80  # byte of `inputs.info` where the worker's turns are, for which there are no registers
+LAST = 72  # byte of `inputs.info` where slot and head of the item before are
+RECORD = 96  # byte of `inputs.info` where the address of the record under way is
+INFO_BYTES = 112
+
+
+def workers_of_block(overlapped):
+    """How many a block has."""
+    return 2 if overlapped else 1
+
+
+def storage_pitch(storage):
+    """Bytes from one worker's storage to the next one's."""
+    return (storage.__sizeof__() + 1023) // 1024 * 1024
+
+
+def place_worker(storage, tidx, overlapped):
+    """(worker, thread of it, its storage) of a block's thread."""
+    if not overlapped:
+        return Int32(0), tidx, cutlass.utils.SmemAllocator().allocate(storage)
+    worker, pitch = cute.arch.make_warp_uniform(tidx // THREADS), storage_pitch(storage)
+    memory = cutlass.utils.SmemAllocator().allocate(pitch * workers_of_block(True), 1024).toint() + worker * pitch
+    return worker, tidx % THREADS, storage(cute.make_ptr(Uint8, memory, cute.AddressSpace.smem, assumed_align=1024))
+
+
+def barrier_of(inputs, name):
+    """Hardware barrier of a worker; 0 is the block's."""
+    if not inputs.overlapped:
+        return Int32(name)
+    # Found anew each time: there is no register for it.
+    return cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // THREADS) * BARRIERS + name
+
+
+def sync(inputs):
+    """All threads of the worker."""
+    if inputs.overlapped:
+        cute.arch.barrier(barrier_id=barrier_of(inputs, MAIN), number_of_threads=THREADS)
+    else:
+        cute.arch.sync_threads()
+
+
+def forget_last(inputs):
+    """One thread: where the worker's run ends; there is no item before the first."""
+    store_shared(inputs.info + 16, Int32(-1))
+    store_shared(inputs.info + 64, inputs.stop)
+    store_shared(inputs.info + LAST, Int32(-1))
+    if inputs.overlapped:
+        shared = inputs.rounds * inputs.workers
+        store_shared(inputs.info + TURNS, shared, inputs.workers, inputs.staying, inputs.first_staying)
+
+
+@cute.jit
+def remember_last(inputs: cutlass.Constexpr):
+    """One warp, before it describes the next item: which the item under way is."""
+    if const_expr(inputs.overlapped):
+        last = load_shared(inputs.info + 16, 2, Int32)
+        if cute.arch.lane_idx() == 0:
+            store_shared(inputs.info + LAST, *last)
+
+
+@cute.jit
+def keep_record(inputs: cutlass.Constexpr, record: Int64, tidx: Int32):
+    """Start of an item: where its record is, for which there are no registers beside the recurrence.
+
+    Thread 0 comes here when all warps have read the item before's: it passed barriers at which they arrive behind their reads.
+    """
+    if const_expr(inputs.overlapped):
+        if tidx == 0:
+            store_shared(inputs.info + RECORD, Uint32(record & 0xFFFFFFFF), Uint32(record >> 32))
+
+
+def kept_record(inputs, record):
+    """The address again, behind a barrier of the worker."""
+    if not inputs.overlapped:
+        return record
+    low, high = load_shared(inputs.info + RECORD, 2, Uint32)
+    return Int64(low) | (Int64(high) << 32)
+
+
+@cute.jit
+def hand_over(inputs: cutlass.Constexpr, warp: Int32):
+    """A warp's stores of an item are done."""
+    if const_expr(inputs.overlapped):
+        if warp != LOADER:
+            cute.arch.barrier_arrive(barrier_id=barrier_of(inputs, PUBLISH), number_of_threads=THREADS)
+
+
+@cute.jit
+def publish_last(inputs: cutlass.Constexpr, warp: Int32):
+    """Set the flag of the item before, when all warps have handed over: in every item, and by `finish` behind the last."""
+    if const_expr(inputs.overlapped):
+        if reread(warp) == LOADER:
+            cute.arch.barrier(barrier_id=barrier_of(inputs, PUBLISH), number_of_threads=THREADS)
+            # The part of the record that this warp stored in bulk.
+            cute.arch.cp_async_bulk_wait_group(0)
+            cute.arch.inline_ptx("fence.proxy.async.global;")
+            cute.arch.sync_warp()
+            slot, local_head = load_shared(inputs.info + LAST, 2, Int32)
+            if (cute.arch.lane_idx() == 0) & (slot >= 0):
+                publish(flag_address(inputs, slot, local_head))
+
+
+@cute.jit
+def finish(inputs: cutlass.Constexpr, warp: Int32):
+    """Behind the last item, or where there was none."""
+    publish_last(inputs, warp)
+    if const_expr(inputs.overlapped):
+        cute.arch.sync_warp()
+        if (warp == LOADER) & (cute.arch.lane_idx() == 0):
+            store_shared(inputs.info + LAST, Int32(0))
+
+
+@cute.jit
+def deal(slots: Int32, heads: Int32, block: Int32, blocks: Int32, worker: Int32, turns, overlapped: cutlass.Constexpr):
+    """A worker's part of the items: an equal run, or its turns among all workers and among those that stay."""
+    stay, rounds, early = turns
+    items = Int64(slots) * Int64(heads)
+    if const_expr(not overlapped):
+        return {
+            "first": Int32(items * Int64(block) // Int64(blocks)),
+            "stop": Int32(items * Int64(block + 1) // Int64(blocks)),
+        }
+    count = workers_of_block(overlapped)
+    stay = cutlass.min(stay, blocks)
+    first_staying = rounds * blocks * count + block + worker * stay
+    return {
+        "first": block + worker * blocks,
+        "stop": Int32(items),
+        "rounds": rounds,
+        "early": early,
+        "workers": blocks * count,
+        "staying": stay * count,
+        "first_staying": first_staying if block < stay else Int32(items),
+    }
+
+
+def flag_address(inputs, slot, local_head):
+    """Global address of the flag of a slot and head."""
+    return inputs.flags + Int64(slot * inputs.heads + local_head) * 4
+
+
+@cute.jit
+def begin(inputs: cutlass.Constexpr, block: Int32, warp: Int32):
+    """Behind the loads of the first item, all warps: flags to zero, the table's lines, and the recurrence may start.
+
+    In the first `early` blocks the second worker lets the first one have the multiprocessor to itself for its first item, which
+    comes sooner that way, and with it the recurrence's start.
+    """
+    if const_expr(inputs.overlapped):
+        if warp != LOADER:  # which has found the first items meanwhile
+            line = (block * OTHERS + warp - 1) * workers_of_block(True) + inputs.worker
+            prepare(inputs, inputs.first, warp - 1, line, inputs.workers * OTHERS)
+        start_recurrence()
+        hand_over(inputs, warp)
+        if (inputs.worker == 1) & (block < inputs.early):
+            while load_shared(inputs.info - inputs.pitch + LAST, 1, Int32) < 0:
+                cute.arch.inline_ptx("nanosleep.u32 100;")
+
+
+def add_up(value):
+    """Sum of a warp's Int32 values, in every lane."""
+    return cute.arch.warp_redux_sync(value, "add")
+
+
+@cute.jit
+def slot_in_turn(inputs: cutlass.Constexpr, turn: Int32) -> Int32:
+    """The slot of the `turn`-th chunk in the order of need, or -1 behind the last one; all lanes of one warp, a row each.
+
+    Of rows that run in parts each segment counts as a row (where it begins within a chunk or two: only the order depends on it).
+    What the transition launch does not walk, last segments and short rows, comes behind all that it does.
+    """
+    cu, entry_cu, _ = inputs.plan
+    lane, rows, parts = cute.arch.lane_idx(), inputs.rows, inputs.parts
+    row, segment = lane // parts, lane % parts
+    inside = row < rows
+    row = row if inside else rows - 1
+    begin = first_slot(cu, entry_cu, row, inputs.has_entries) - inputs.first_chunk
+    end = first_slot(cu, entry_cu, row + 1, inputs.has_entries) - inputs.first_chunk
+    begin = begin if begin > 0 else Int32(0)
+    end = end if end < inputs.slots else inputs.slots
+    end = end if inside & (end > begin) else begin
+    last = parts < 0
+    if parts > 1:
+        length = Int32(cu[row + 1]) - Int32(cu[row])
+        if length >= inputs.long_length:
+            steps = (end - begin + parts - 1) // parts
+            begin = cutlass.min(begin + segment * steps, end)
+            end = cutlass.min(begin + steps, end)
+            last = segment == parts - 1
+        else:
+            end = end if segment == 0 else begin
+            last = parts > 1
+    count = end - begin
+    levels_before = cute.arch.warp_redux_sync(Int32(0) if last else count, "max")
+    levels = levels_before + cute.arch.warp_redux_sync(count if last else Int32(0), "max")
+    late = (levels if last else levels_before) - count  # the level of the row's first chunk
+    level, stop = Int32(0), levels
+    if rows * parts == 1:
+        level = turn if turn < levels else levels
+        stop = level
+    while stop - level > 1:
+        middle = (level + stop) >> 1
+        before = add_up(clamp(middle - late, count))
+        level = middle if before <= turn else level
+        stop = stop if before <= turn else middle
+    rank = turn - add_up(clamp(level - late, count))
+    here = (level >= late) & (level < late + count)
+    mask = cute.arch.vote_ballot_sync(here)
+    own = cute.arch.popc(mask & ((Int32(1) << lane) - 1))
+    slot = begin + level - late if here & (own == rank) else Int32(-1)
+    return cute.arch.warp_redux_sync(slot, "max")
+
+
+@cute.jit
+def clamp(value: Int32, limit: Int32) -> Int32:
+    """The value within 0 and a limit."""
+    return cutlass.max(cutlass.min(value, limit), 0)
+
+
+@cute.jit
+def write_line(inputs: cutlass.Constexpr, slot: Int32, token: Int32, count: Int32, start: Int32, entry: Int32):
+    """A chunk slot's line of the table; one lane."""
+    table = inputs.table
+    table[slot, 0] = token
+    table[slot, 1] = count
+    table[slot, 2] = start
+    table[slot, 3] = entry
+
+
+@cute.jit
+def next_item(
+    inputs: cutlass.Constexpr, item: Int32, slot: Int32, token: Int32, start: Int32, count: Int32, entry: Int32
+):
+    """The worker's first item from `item` on whose slot has a chunk: (item, slot, head, token, start, count, entry).
+
+    One warp. `slot` and what follows are those of the item before. Count is 0 at the end.
+    """
+    if const_expr(inputs.overlapped):
+        found = next_in_turn(inputs, item)
+    else:
+        found = next_in_run(inputs, item, slot, token, start, count, entry)
+    return found
+
+
+def behind(inputs, item):
+    """The worker's item behind one of its items."""
+    return following(inputs, item) if inputs.overlapped else item + 1
+
+
+@cute.jit
+def next_in_run(
+    inputs: cutlass.Constexpr, item: Int32, slot: Int32, token: Int32, start: Int32, count: Int32, entry: Int32
+):
+    """The slot of the item before is not looked up again. A slot's line of the table is written by whoever has its first head."""
+    heads, stop = inputs.heads, load_shared(inputs.info + 64, 1, Int32)
+    count = count if (item < stop) & (item < (slot + 1) * heads) else Int32(0)
+    while (item < stop) & (count == 0):
+        slot = item // heads
+        token, start, count, entry = look_up(inputs, slot)
+        if (item == slot * heads) & (cute.arch.lane_idx() == 0):
+            write_line(inputs, slot, token, count, start, entry)
+        item = item if count > 0 else (slot + 1) * heads
+    slot = item // heads
+    return item, slot, item - slot * heads, token, start, count, entry
+
+
+@cute.jit
+def next_in_turn(inputs: cutlass.Constexpr, item: Int32):
+    """In the order of need."""
+    heads, slot, stop = inputs.heads, Int32(0), load_shared(inputs.info + 64, 1, Int32)
+    token, start, count, entry = Int32(0), Int32(0), Int32(0), Int32(-1)
+    while (item < stop) & (count == 0):
+        slot = slot_in_turn(inputs, item // heads)
+        if slot >= 0:
+            token, start, count, entry = look_up(inputs, slot)
+        item = item if count > 0 else following(inputs, item)
+    return item, slot, item % heads, token, start, count, entry
+
+
+@cute.jit
+def following(inputs: cutlass.Constexpr, item: Int32) -> Int32:
+    """In the order of need."""
+    shared, workers, staying, first_staying = load_shared(inputs.info + TURNS, 4, Int32)
+    after = item + (workers if item < shared else staying)
+    return first_staying if (item < shared) & (after >= shared) else after
+
+
+@cute.jit
+def look_up(inputs: cutlass.Constexpr, slot: Int32):
+    """(first token, start in the row, count, first entry) of a chunk slot; all lanes of one warp."""
+    row_token, start, count, entry = chunk_of_slot(
+        *inputs.plan,
+        inputs.first_chunk + slot,
+        inputs.rows,
+        cute.arch.lane_idx(),
+        inputs.has_entries,
+        inputs.min_tokens,
+    )
+    return row_token + start, start, count, entry
+
+
+@cute.jit
+def prepare(inputs: cutlass.Constexpr, item: Int32, warp: Int32, line: Int32, lines: Int32):
+    """One of seven warps: its share of the worker's flags, from the first `item` on, to zero, and of the table's lines."""
+    number = Int32(0)
+    while item < inputs.stop:
+        if number % OTHERS == warp:
+            slot = slot_in_turn(inputs, item // inputs.heads)
+            if (slot >= 0) & (cute.arch.lane_idx() == 0):
+                clear_flag(flag_address(inputs, slot, item % inputs.heads))
+        number += 1
+        item = following(inputs, item)
+    for slot in cutlass.range(line, inputs.slots, lines, unroll=1):
+        token, start, count, entry = look_up(inputs, slot)
+        if cute.arch.lane_idx() == 0:
+            write_line(inputs, slot, token, count, start, entry)
