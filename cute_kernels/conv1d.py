@@ -144,7 +144,7 @@ def causal_conv1d_prefill(
     arguments = (x, weight, conv_state, read_ids, write_ids, positions)
     kernels, target = runs_kernels(backend, "x", x), out
     try:
-        if not kernels or (out is not None and out.data_ptr() == x.data_ptr()):
+        if not kernels or _in_place(x, out):
             raise ValueError
         if out is None:
             target = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -157,12 +157,17 @@ def causal_conv1d_prefill(
         if not kernels:
             options = {"bias": bias, "activation": activation, "checkpoints": checkpoints, "out": out}
             return reference.causal_conv1d_prefill(*arguments, cu_seqlens, **options)
-        if out is not None and x.numel() and out.data_ptr() == x.data_ptr():
+        if _in_place(x, out):
             raise InvalidArgumentError(
                 "out", "x itself", "memory apart from x: tiles read rows that other tiles write"
             ) from None
         raise
     return target
+
+
+def _in_place(x: torch.Tensor, out: torch.Tensor | None) -> bool:
+    """Whether `out` begins where x does; without tokens neither has memory."""
+    return out is not None and x.shape[0] > 0 and out.data_ptr() == x.data_ptr()
 
 
 @operator("conv_state")
