@@ -35,7 +35,7 @@ def prepare(case: Case, ws: Workspace, peers: dict[str, ModuleType]) -> Prepared
         launches = max(sets, 2)
     problems = [first, *(_again(ws, first) for _ in range(sets - 1))]
     ids = [[read, read] for (read,) in ws.slot_ids(first.pool.shape[0], w.rows, launches, groups=1)]
-    kept = ws.slot_ids(first.pool.shape[0], w.checkpoints, 1, groups=1)[0][0] if w.checkpoints else None
+    kept = ws.slots_apart(first.pool.shape[0], w.checkpoints, ids[0]) if w.checkpoints else None
     cu = cu_seqlens(w, ws.device)
     outs = [p.output() for p in problems]
     operator = getattr(cute_kernels, case.op)

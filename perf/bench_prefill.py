@@ -34,7 +34,8 @@ def prepare(case: Case, ws: Workspace, peers: dict[str, ModuleType]) -> Prepared
     ids = ws.slot_ids(first.pool.shape[0], w.rows, launches)
     if w.lengths[0]:
         first.pool[ids[0][0][0].long(), shared.values] = shared.state.to(first.pool.dtype)
-    kept = ws.slot_ids(first.pool.shape[0], w.checkpoints, 1, groups=1)[0][0] if w.checkpoints else None
+    # Apart from the slots of the launch that is checked: a checkpoint in its write slot would be overwritten by the final state.
+    kept = ws.slots_apart(first.pool.shape[0], w.checkpoints, ids[0]) if w.checkpoints else None
     cu = cu_seqlens(w, ws.device)
     operator = getattr(cute_kernels, case.op)
     plan = None if kept is None else checkpoints(w, kept)

@@ -101,6 +101,14 @@ class Workspace:
             pieces += list(order[: slots // need * need].split(need))
         return [[ids.clone() for ids in piece.split(rows)] for piece in pieces[:launches]]
 
+    def slots_apart(self, slots: int, count: int, used: Sequence[torch.Tensor]) -> torch.Tensor:
+        """`count` random slots, int32, none of them among `used`."""
+        order = torch.randperm(slots, generator=self.generator, device=self.device).to(torch.int32)
+        free = order[~torch.isin(order, torch.cat(list(used)))]
+        if free.numel() < count:
+            raise ValueError(f"pool of {slots} slots, {slots - free.numel()} used, {count} more needed")
+        return free[:count].clone()
+
 
 @dataclass
 class DeltaProblem:

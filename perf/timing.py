@@ -66,6 +66,14 @@ class Timings:
     failures: dict[str, str] = field(default_factory=dict)
 
 
+class PeerError(RuntimeError):
+    """A peer's calls failed while they were timed."""
+
+    def __init__(self, name: str, error: Exception) -> None:
+        super().__init__(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}")
+        self.name = name
+
+
 class Timer(Protocol):
     """Something that times contenders side by side."""
 
@@ -135,6 +143,8 @@ class GraphTimer:
                 for launch in contender.launches:
                     launch()
 
+            eager()  # a capture that failed may have spoiled what the peer remembers: then it fails here
+            torch.cuda.synchronize()
             return Runner(eager, False, count, contender.restore)
         return Runner(graph.replay, True, count, contender.restore)
 
@@ -152,20 +162,40 @@ class GraphTimer:
                 if contender.name.startswith("ours"):
                     raise
                 results.failures[contender.name] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+        while True:
+            try:
+                samples = self._measure(runners)
+                break
+            except PeerError as failed:  # one that ran a moment ago: the others are timed without it
+                del runners[failed.name]
+                results.failures[failed.name] = str(failed)
+        for name, runner in runners.items():
+            results.by_name[name] = summarize(samples[name], runner.graph)
+        return results
+
+    def _measure(self, runners: dict[str, Runner]) -> dict[str, list[float]]:
+        """Microseconds a launch of every round, by name. Raises PeerError where a peer's calls fail."""
         samples: dict[str, list[float]] = {name: [] for name in runners}
         with torch.cuda.stream(self._stream):
             began = time.perf_counter()
             while time.perf_counter() - began < WARM_UP_S:
-                for runner in runners.values():
-                    runner.run()
+                for name, runner in runners.items():
+                    self._run(name, runner)
                 torch.cuda.synchronize()
             self._rounds(runners, samples, SLOW_ROUNDS)
             self._rounds(runners, samples, MIN_ROUNDS - SLOW_ROUNDS)
             while self._unsettled(samples, runners):
                 self._rounds(runners, samples, 3)
-        for name, runner in runners.items():
-            results.by_name[name] = summarize(samples[name], runner.graph)
-        return results
+        return samples
+
+    @staticmethod
+    def _run(name: str, runner: Runner) -> None:
+        try:
+            runner.run()
+        except Exception as error:
+            if name.startswith(OWN):
+                raise
+            raise PeerError(name, error) from error
 
     @staticmethod
     def _rounds(runners: dict[str, Runner], samples: dict[str, list[float]], count: int) -> None:
@@ -179,7 +209,7 @@ class GraphTimer:
                 if runner.restore is not None:
                     runner.restore()
                 start.record()
-                runner.run()
+                GraphTimer._run(name, runner)
                 end.record()
                 marks.append((name, start, end, runner.launches))
         torch.cuda.synchronize()

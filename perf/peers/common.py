@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,6 +37,16 @@ class PeerCall:
     states: bool = True
     load: Callable[[], None] | None = None
     keep: Any = None
+
+
+@functools.lru_cache(maxsize=1)
+def as_int64(cu: torch.Tensor) -> torch.Tensor:
+    """`cu` in int64, one tensor for all input sets of a case and for every peer that runs FLA's kernels.
+
+    FLA remembers what it derives from the last few tensors of lengths, by identity. More of them than it remembers make it derive
+    inside a graph capture, which fails and leaves results that were never computed.
+    """
+    return cu.long()
 
 
 def log_decay(p: DeltaProblem) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import functools
 import importlib
 import json
 import os
@@ -16,7 +15,7 @@ import torch
 
 from ..bench import Unsupported
 from ..inputs import DeltaProblem
-from .common import PeerCall, without_fla_models
+from .common import PeerCall, as_int64, without_fla_models
 
 
 def version() -> str:
@@ -25,16 +24,6 @@ def version() -> str:
     package = importlib.import_module("fla")
     importlib.import_module("fla.ops.gated_delta_rule")
     return str(package.__version__)
-
-
-@functools.lru_cache(maxsize=1)
-def as_int64(cu: torch.Tensor) -> torch.Tensor:
-    """`cu` in int64, one tensor for all input sets of a case.
-
-    FLA remembers what it derives from the last few tensors of lengths, by identity. More of them than it remembers make it derive
-    inside a graph capture, which fails and leaves results that were never computed.
-    """
-    return cu.long()
 
 
 def prefill(p: DeltaProblem, cu: torch.Tensor) -> dict[str, PeerCall]:

@@ -13,7 +13,7 @@ from ...cute_kernels.reference.conv1d import live_window
 from ..bench import Unsupported
 from ..geometries import CONV_WIDTH
 from ..inputs import ConvProblem, DeltaProblem
-from .common import PeerCall, log_decay, without_fla_models
+from .common import PeerCall, as_int64, log_decay, without_fla_models
 
 
 def version() -> str:
@@ -85,7 +85,7 @@ def prefill(p: DeltaProblem, cu: torch.Tensor) -> dict[str, PeerCall]:
     q, k, v, a, b = (x.unsqueeze(0) for x in (p.q, p.k, p.v, p.gate, p.b))
     rate = -p.A_log.exp()  # what its models pass as the exponent: signed
     ratio = p.geometry.hv // p.geometry.hk
-    cu64 = cu.long()
+    cu64 = as_int64(cu)
 
     def make(read: torch.Tensor, write: torch.Tensor, out: torch.Tensor) -> Callable[[], torch.Tensor]:
         ids = read.long()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+import types
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +18,7 @@ from compact_state.perf import prefill_inputs, run, timing, warm
 from compact_state.perf.bench import WrongResultError
 from compact_state.perf.cases import Case, select, workload
 from compact_state.perf.geometries import Geometry
-from compact_state.perf.inputs import Workspace
+from compact_state.perf.inputs import Workspace, cu_seqlens, delta_problem
 from compact_state.perf.peers.common import PeerCall
 from compact_state.perf.prefill_inputs import shared_inputs
 
@@ -115,6 +118,58 @@ def test_what_is_wrong_anywhere_is_not_timed(
     monkeypatch.setattr(cute_kernels, "gdn_prefill", wrong)
     with pytest.raises(WrongResultError, match=rf"RMS ratios .*{word}"):
         run.run_case(case("24+10+ckpt8"), workspace(), timing.WallTimer(), {}, None)
+
+
+def test_checkpoints_go_where_the_launch_that_is_checked_neither_reads_nor_writes() -> None:
+    ws = workspace()
+    used = [torch.tensor(ids, dtype=torch.int32) for ids in ([1, 4], [0, 6])]
+    for _ in range(20):
+        kept = ws.slots_apart(7, 3, used)
+        assert sorted(kept.tolist()) == [2, 3, 5]
+    with pytest.raises(ValueError, match="pool of 7 slots, 4 used, 4 more"):
+        ws.slots_apart(7, 4, used)
+
+
+def test_in_a_pool_that_is_nearly_full_no_checkpoint_is_overwritten() -> None:
+    few = case("1x40+ckpt8")
+    for seed in range(6):
+        ws = Workspace(CPU, 1)
+        ws.generator.manual_seed(seed)
+        row = run.run_case(few, ws, timing.WallTimer(), {}, None)
+        assert row["error"]["ours"]["checkpoint"] < 0.004
+
+
+@pytest.mark.parametrize("name", ["flash_linear_attention", "lmdeploy"])
+def test_all_input_sets_of_a_case_give_fla_one_tensor_of_lengths(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    seen: list[torch.Tensor] = []
+
+    def chunked(q, k, v, *rest, cu_seqlens, initial_state, **options):  # type: ignore[no-untyped-def]
+        seen.append(cu_seqlens)
+        return v, initial_state
+
+    def preprocess(q, k, b, a, bias, rate, ratio, **options):  # type: ignore[no-untyped-def]
+        assert (rate < 0).all(), "its models pass a signed exponent"
+        return q, k, b, a
+
+    kernels = "lmdeploy.pytorch.kernels.cuda"
+    for module, names in {
+        "fla": {}, "fla.ops": {}, "fla.ops.gated_delta_rule": {"chunk_gated_delta_rule": chunked},
+        "lmdeploy": {}, "lmdeploy.pytorch": {}, "lmdeploy.pytorch.kernels": {}, kernels: {},
+        f"{kernels}.gated_delta_preprocess": {"gated_delta_preprocess": preprocess},
+    }.items():  # fmt: skip
+        made = types.ModuleType(module)
+        vars(made).update(names)
+        monkeypatch.setitem(sys.modules, module, made)
+    adapter = importlib.import_module(f"compact_state.perf.peers.{name}")
+    ws, load = workspace(), case("24+10").workload
+    cu = cu_seqlens(load, CPU)
+    for _ in range(6):
+        problem = delta_problem(ws, case("24+10").geometry, load, "float32")
+        (call,) = adapter.prefill(problem, cu).values()
+        ids = torch.arange(2, dtype=torch.int32)
+        call.make(ids, ids, problem.output())()
+    assert len({id(lengths) for lengths in seen}) == 1
+    assert (len(seen), seen[0].dtype) == (6, torch.int64)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

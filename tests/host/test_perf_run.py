@@ -220,3 +220,92 @@ def test_ours_is_never_timed_outside_a_graph_and_a_peer_says_so(monkeypatch: pyt
         with pytest.raises(RuntimeError, match="capture failed"):
             timer._runner(timing.Contender(name, [lambda: None]), None)
     assert timer._runner(timing.Contender("fla", [lambda: None] * 3), None).graph is False
+
+
+class FakeRounds(timing.GraphTimer):
+    """Contenders run on the host, each round a microsecond; a peer's third run fails."""
+
+    def __init__(self) -> None:
+        self._stream = None  # type: ignore[assignment]
+
+    def _runner(self, contender: timing.Contender, pool: object) -> timing.Runner:
+        def run() -> None:
+            for launch in contender.launches:
+                launch()
+
+        return timing.Runner(run, True, len(contender.launches), None)
+
+    @staticmethod
+    def _rounds(runners: dict[str, timing.Runner], samples: dict[str, list[float]], count: int) -> None:
+        for _ in range(count):
+            for name, runner in runners.items():
+                timing.GraphTimer._run(name, runner)
+                samples[name].append(1.0)
+
+
+def test_a_peer_that_fails_while_it_is_timed_costs_no_other_its_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    import contextlib
+
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(timing, "WARM_UP_S", 0.0)
+    calls: list[int] = []
+
+    def fails() -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise ValueError("repeats can not be negative")
+
+    contenders = [
+        timing.Contender(name, [fails if name == "fla" else lambda: None]) for name in ("ours", "fla", "cudnn")
+    ]
+    timings = FakeRounds().time(contenders)
+    assert set(timings.by_name) == {"ours", "cudnn"}
+    assert timings.failures == {"fla": "ValueError: repeats can not be negative"}
+    calls.clear()
+    with pytest.raises(ValueError, match="negative"):
+        FakeRounds().time([timing.Contender("ours", [fails])])
+
+
+def test_a_case_that_fails_beside_peers_is_measured_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = run.run_case
+
+    def fails_beside_peers(
+        case: Case, ws: Workspace, timer: object, adapters: dict[str, object], *more: object
+    ) -> object:
+        if adapters:
+            raise RuntimeError("CUDA out of memory")
+        return right(case, ws, timer, adapters, *more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(run, "run_case", fails_beside_peers)
+    monkeypatch.setattr(run.peers, "load", lambda names: ({"fla": fake_peer(1.0)}, {"fla": "0.6.0"}))
+    result = run.run([small("gdn_decode", "B3")], device=CPU, say=lambda text: None)
+    (row,) = result["rows"]
+    assert result["failures"] == {}
+    assert row["peers_missing"] == {"fla": "the case failed beside the peers: RuntimeError: CUDA out of memory"}
+
+
+def test_a_wrong_result_of_ours_is_not_tried_again_without_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(case: Case, ws: Workspace, timer: object, adapters: dict[str, object], *more: object) -> object:
+        assert adapters, "a second try"
+        raise WrongResultError("ours: RMS ratios")
+
+    monkeypatch.setattr(run, "run_case", wrong)
+    monkeypatch.setattr(run.peers, "load", lambda names: ({"fla": fake_peer(1.0)}, {"fla": "0.6.0"}))
+    result = run.run([small("gdn_decode", "B3")], device=CPU, say=lambda text: None)
+    assert result["rows"] == []
+    assert "WrongResultError" in result["failures"]["gdn_decode:" + small("gdn_decode", "B3").name.split(":", 1)[1]]
+
+
+def test_garbage_is_collected_where_much_memory_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    collected: list[int] = []
+    monkeypatch.setattr(run.gc, "collect", lambda: collected.append(1))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: run.GARBAGE_BYTES)
+    run._collect(True)
+    assert collected == []
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: run.GARBAGE_BYTES + 1)
+    run._collect(False)
+    assert collected == []
+    run._collect(True)
+    assert collected == [1]
