@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +25,13 @@ def test_every_shipped_kernel_is_within_budget():
     problems = {entry.key.symbol(): rejection(entry, report) for entry, _, report in built}
     assert not {symbol: reason for symbol, reason in problems.items() if reason}
     assert len(built) == len(entries)
+
+
+def test_the_documents_say_how_many_there_are():
+    text = (Path(__file__).parents[2] / "docs/compile.md").read_text()
+    named = {kernel: int(number) for kernel, number in re.findall(r"^\| `(\w+)` \| (\d+) \|", text, re.MULTILINE)}
+    assert named == collections.Counter(entry.kernel_file for entry in manifest())
+    assert f"{sum(named.values())} ship." in text
 
 
 @pytest.mark.parametrize(
