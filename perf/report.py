@@ -19,6 +19,7 @@ from .tables import (
     best_peer,
     eager_note,
     environment_line,
+    failed_cells,
     folded,
     missing_peers,
     number,
@@ -76,9 +77,7 @@ def family_block(stem: str, result: dict[str, Any], images: list[str]) -> str:
             continue
         parts += [summary(op, rows), eager_note(rows), missing_peers(rows)]
         parts += [folded(f"{op}: all {len(rows)} cells", rows_table(rows)).strip()]
-    if result.get("failures"):
-        failed = "; ".join(f"{name}: {why}" for name, why in result["failures"].items())
-        parts.append(f"Not measured: {failed}.")
+    parts.append(failed_cells(result.get("failures", {})))
     return "\n\n".join(part for part in parts if part)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 Row = dict[str, Any]
@@ -161,3 +161,14 @@ def missing_peers(rows: Sequence[Row]) -> str:
     if not reasons:
         return ""
     return "Without a figure: " + "; ".join(f"{key} ({count} cells)" for key, count in sorted(reasons.items())) + "."
+
+
+def failed_cells(failures: Mapping[str, str]) -> str:
+    """Cells without a row, by the first sentence of the reason."""
+    reasons: dict[str, list[str]] = {}
+    for name, why in failures.items():
+        reasons.setdefault(re.split(r"\.(?:\s|$)|, allowed", why)[0], []).append(f"`{name}`")
+    if not reasons:
+        return ""
+    parts = "; ".join(f"{why} ({len(names)}): {', '.join(names)}" for why, names in reasons.items())
+    return f"Not measured, {len(failures)} cells. {folded('Which, and why', f'{parts}.').strip()}"
