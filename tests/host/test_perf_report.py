@@ -312,3 +312,15 @@ def test_the_whole_matrix_goes_from_cases_to_the_page(tmp_path: Path, monkeypatc
     page = (tmp_path / "docs" / "performance.md").read_text()
     assert "cells of the matrix were not measured" not in page
     assert "have no row" not in page
+
+
+def test_cells_without_a_row_are_gathered_by_reason() -> None:
+    failures = {
+        "a:Q1:1": "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0 has more",
+        "a:Q1:2": "OutOfMemoryError: CUDA out of memory. Tried to allocate 18.00 MiB.",
+        "b:Q1:1": "not run: time budget",
+    }
+    text = tables.failed_cells(failures)
+    assert text.startswith("Not measured, 3 cells.")
+    assert "OutOfMemoryError: CUDA out of memory (2): `a:Q1:1`, `a:Q1:2`; not run: time budget (1): `b:Q1:1`." in text
+    assert tables.failed_cells({}) == ""
