@@ -22,12 +22,20 @@ THRESHOLD = 0.02  # what a table's choice must gain over the heuristic
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a size's cases say: the best settings, its time over the heuristic's (below 1 is faster), worst case of those."""
+    """What a size's cases say: the best settings, its time over the heuristic's (below 1 is faster), worst case of those.
+
+    noise: the largest spread of the timings compared.
+    """
 
     size: int
     settings: Settings
     ratio: float
     cases: tuple[str, ...]
+    noise: float = 0.0
+
+    def gains(self, threshold: float) -> bool:
+        """Whether the gain reaches the threshold and stands out of the spread."""
+        return 1.0 - self.ratio >= threshold and 1.0 - self.ratio > self.noise
 
 
 def is_default(space: Space, trial: Trial) -> bool:
@@ -67,10 +75,16 @@ def verdicts(space: Space, trials: Sequence[Trial]) -> dict[str, list[Verdict]]:
                     continue
                 mean = math.exp(sum(math.log(ratio) for ratio in by_case.values()) / len(by_case))
                 if best is None or mean < best.ratio:
-                    best = Verdict(size, found, mean, tuple(sorted(by_case)))
+                    best = Verdict(size, found, mean, tuple(sorted(by_case)), _noise(space, sizes[size], found))
             if best is not None:
                 result.setdefault(exact, []).append(best)
     return result
+
+
+def _noise(space: Space, trials: Sequence[Trial], chosen: Settings) -> float:
+    """The largest spread among the default's and the chosen settings' timings."""
+    compared = [trial for trial in trials if trial.us and (is_default(space, trial) or trial.settings == chosen)]
+    return max((trial.spread or 0.0 for trial in compared), default=0.0)
 
 
 def _bounds(sizes: Sequence[int], first: int, last: int) -> list[int]:
@@ -81,14 +95,14 @@ def _bounds(sizes: Sequence[int], first: int, last: int) -> list[int]:
 
 
 def entries(space: Space, trials: Sequence[Trial], threshold: float = THRESHOLD) -> list[dict[str, Any]]:
-    """Entries of a table: sizes whose best settings gain at least `threshold`; equal neighbours are one entry."""
+    """Entries of a table: sizes whose best settings gain `threshold` at least and more than the spread; neighbours join."""
     made: list[dict[str, Any]] = []
     for exact, found in verdicts(space, trials).items():
         sizes = [verdict.size for verdict in found]
         start = 0
         while start < len(found):
             end = start
-            gains = found[start].ratio <= 1.0 - threshold
+            gains = found[start].gains(threshold)
             while end + 1 < len(found) and gains and _joins(found[end + 1], found[start].settings, threshold):
                 end += 1
             if gains:
@@ -105,7 +119,7 @@ def entries(space: Space, trials: Sequence[Trial], threshold: float = THRESHOLD)
 
 
 def _joins(verdict: Verdict, wanted: Settings, threshold: float) -> bool:
-    return verdict.settings == wanted and verdict.ratio <= 1.0 - threshold
+    return verdict.settings == wanted and verdict.gains(threshold)
 
 
 def _timing(trial: Trial) -> dict[str, Any]:

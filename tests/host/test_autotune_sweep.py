@@ -315,6 +315,15 @@ def test_settings_that_lose_in_one_geometry_of_a_size_make_no_entry() -> None:
     assert entry["set"] == rows(4)
 
 
+def test_a_gain_within_the_spread_of_its_timings_makes_no_entry() -> None:
+    quiet = [replace(trial, spread=0.02) for trial in trials(64, {2: 10.0, 1: 9.5})]
+    (entry,) = store.entries(SPACE, quiet)
+    assert (entry["set"], entry["gain"]) == (rows(1), [0.05, 0.05])
+    for noisy in (rows(1), rows(2)):
+        measured = [replace(trial, spread=0.06 if trial.settings == noisy else 0.01) for trial in quiet]
+        assert store.entries(SPACE, measured) == []
+
+
 def test_failed_trials_and_sizes_without_a_default_make_no_entry() -> None:
     broken = [replace(trial, us=None, error="x") for trial in trials(64, {2: 10.0})]
     assert store.entries(SPACE, broken + trials(64, {1: 5.0})) == []
