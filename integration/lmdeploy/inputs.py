@@ -56,6 +56,33 @@ class CompactCacheInputs(CacheInputs):  # type: ignore[misc]
                 tensor.record_stream(stream)
 
 
+class _Left:
+    """In the decode batch, the place of a sequence that has left it: a stopped one, of which nothing is held."""
+
+    seq_id = -1
+
+    def __init__(self, stopped: Any) -> None:
+        self.status = stopped
+        self.state = self
+
+    def evict(self) -> None:
+        """There is nothing to give back."""
+
+
+def leave_decode_batch(maker: Any, running: Any) -> None:
+    """A sequence prefilled in chunks has no place in the decode batch yet; one that its turn before left there is dropped.
+
+    lmdeploy 0.18.0 drops the places of stopped sequences at the next prefill or decode. A turn in chunks does not, and makes the
+    sequence run again: its old place would decode between its chunks, and twice behind them.
+    """
+    from lmdeploy.pytorch.messages import MessageStatus
+
+    kept = maker.running_seqs
+    maker.running_seqs = [
+        _Left(MessageStatus.STOPPED) if any(seq is other for other in running) else seq for seq in kept
+    ]
+
+
 def patch_engine_inputs_maker(module: ModuleType) -> None:
     """Plan each forward where its inputs are made."""
     maker, task = module.InputsMakerAsync, module._ForwardInputsTask
@@ -87,6 +114,14 @@ def patch_engine_inputs_maker(module: ModuleType) -> None:
 
     with_ids("_build_prefill_inputs")
     with_ids("_build_chunk_inputs")
+    chunk = task._build_chunk_inputs
+
+    @functools.wraps(chunk)
+    def chunk_alone(self: Any, running: Any, *args: Any, **kwargs: Any) -> Any:
+        leave_decode_batch(self.maker, running)
+        return chunk(self, running, *args, **kwargs)
+
+    task._build_chunk_inputs = chunk_alone
 
     decode = task._try_decode
 

@@ -325,6 +325,22 @@ def test_a_session_that_goes_on_is_not_given_a_state_that_ran_ahead(caching: boo
     assert list(seq.generated_ids) == answer(prompt(200) + spoken + turn, 4)
 
 
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("beside", [0, 9])
+def test_a_turn_in_chunks_has_no_place_in_the_batch_that_its_last_turn_left(caching: bool, beside: int) -> None:
+    """The place stays in an idle engine's batch; another request may decode between the chunks."""
+    flow = Flow(caching=caching, max_batches=2, prefill_tokens=128)
+    seq = flow.serve(prompt(200), 3)
+    spoken, turn = list(seq.generated_ids), prompt(300, 4)
+    other = flow.add(prompt(20, seed=2), beside) if beside else None
+    for _ in range(3):
+        flow.step()
+    flow.go_on(seq, turn, 4)
+    flow.run()
+    assert list(seq.generated_ids) == answer(prompt(200) + spoken + turn, 4)
+    assert other is None or list(other.generated_ids) == answer(prompt(20, seed=2), beside)
+
+
 def test_kv_pressure_preempts_and_recomputes() -> None:
     flow = Flow(max_batches=3, budget=4, blocks=14)
     seqs = [flow.add(prompt(180, seed), 70) for seed in range(3)]
