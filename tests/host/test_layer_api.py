@@ -82,20 +82,27 @@ def test_what_only_the_references_serve_is_refused_by_name():
 
 def test_every_choice_is_legal_and_ships():
     shipped = {entry.key: entry.kernel_file for entry in configs.shipped()}
-    assert len(shipped) == 24
+    ruled = set()
     for kind in configs.KINDS:
         for state in configs.STATE_DTYPES:
             for weight in configs.WEIGHT_DTYPES:
-                key = configs.choose(kind, state, weight)
-                assert shipped[key] == "layer_decode"
-                assert key.rejection() is None
-                assert key in configs.candidates(kind, state, weight)
-                assert key.shared_bytes() <= 76 * 1024
+                key = configs.heuristic(kind, state, weight)
                 verify = configs.choose_verify_layer(kind, state, weight)
+                ruled |= {key, verify}
+                assert shipped[key] == "layer_decode"
+                assert shipped[configs.choose(kind, state, weight)] == "layer_decode"
                 assert shipped[verify] == configs.verify_file(verify)
                 assert verify.rejection() is None
                 assert verify.verify.tile == 128, "a norm over V takes a block that has all of it"
                 assert verify.verify.wy == choose_verify(kind, state, 1).wy, "the bare verify's bits need its form"
+    assert len(ruled) == 24
+    for key, kernel in shipped.items():  # by rule or from a table
+        if kernel == "layer_decode":
+            assert key.rejection() is None
+            assert key in configs.candidates(key.kind, key.state, key.weight)
+            assert key.shared_bytes() <= 76 * 1024
+        else:
+            assert key in ruled
 
 
 def test_verify_keys_that_do_not_fit_say_why():
