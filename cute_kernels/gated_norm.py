@@ -67,11 +67,8 @@ def gated_rms_norm(
         if out is None:
             target = torch.empty_like(z)
         words, flags = weight, SILU if gate_activation == "silu" else 0
-        if weight.dtype == torch.bfloat16:
-            words, flags = (
-                weight.view(torch.float32),
-                flags | WEIGHT_BF16,
-            )  # of two each; the kernel reads them by the flag
+        if weight.dtype == torch.bfloat16:  # words of two each, which the kernel takes apart by the flag
+            words, flags = weight.view(torch.float32), flags | WEIGHT_BF16
         _norm(KEY)(o, z, words, target, flags, eps)
     except REFUSALS:
         _check(o, z, weight, gate_activation, eps, out, kernels)

@@ -61,8 +61,8 @@ class _Left:
 
     seq_id = -1
 
-    def __init__(self, stopped: Any) -> None:
-        self.status = stopped
+    def __init__(self, status: Any) -> None:
+        self.status = status
         self.state = self
 
     def evict(self) -> None:
@@ -77,9 +77,8 @@ def leave_decode_batch(maker: Any, running: Any) -> None:
     """
     from lmdeploy.pytorch.messages import MessageStatus
 
-    kept = maker.running_seqs
     maker.running_seqs = [
-        _Left(MessageStatus.STOPPED) if any(seq is other for other in running) else seq for seq in kept
+        _Left(MessageStatus.STOPPED) if any(seq is other for other in running) else seq for seq in maker.running_seqs
     ]
 
 
