@@ -25,7 +25,7 @@ from .timing import GraphTimer, Timer, Timings, WallTimer
 GPU_POOL_BYTES = 4 * 2**30
 SHARED_ROWS = 32768  # the longest prefill of the registry
 CPU_POOL_BYTES = 64 * 2**20
-GARBAGE_BYTES = 40 * 2**30  # allocated after a case: above it garbage is collected
+GARBAGE_BYTES = 40 * 2**30  # allocated before a case: above it garbage is collected
 SAVE_EVERY_S = 3.0
 NOT_RUN = "not run: "  # begins what `failures` says of a case that was not reached
 DEVICE_LOST = "the device failed in a case before"
@@ -189,21 +189,23 @@ def run(
             failures |= {late.name: f"{NOT_RUN}time budget" for late in cases[number:]}
             break
         begin(case)
+        _collect(cuda)
         try:
             start = time.monotonic()
             absent = dict(without(case))
             present = {name: adapter for name, adapter in adapters.items() if name not in absent}
             try:
                 row = run_case(case, ws, timer, present, env["copy_tb_s"], clock)
+                why = None
             except WrongResultError:
                 raise
             except Exception as error:
                 if not present or (cuda and not _device_works()):
                     raise
+                why = f"the case failed beside the peers: {type(error).__name__}: {str(error)[:200]}"
+            if why is not None:  # the error is gone by now, and with it what its frames held
                 # A peer may have spoiled memory or what it shares with others: our row does not depend on it.
-                absent |= dict.fromkeys(
-                    present, f"the case failed beside the peers: {type(error).__name__}: {str(error)[:200]}"
-                )
+                absent |= dict.fromkeys(present, why)
                 ws.fill()
                 _collect(cuda, least=0)
                 row = run_case(case, ws, timer, {}, env["copy_tb_s"], clock)
@@ -221,7 +223,6 @@ def run(
                 break
             continue
         say(describe(rows[-1]))
-        _collect(cuda)
         if time.monotonic() - saved > SAVE_EVERY_S:
             left = {late.name: f"{NOT_RUN}the run was ended" for late in cases[number + 1 :]}
             env["seconds"] = round(time.monotonic() - began, 1)
