@@ -62,7 +62,7 @@ def cases_of(
 
     Raises ValueError or KeyError for a name that is not known, and ValueError when nothing is left.
     """
-    space, kind = space_of(op), op.split("_")[0]
+    space, op, kind = space_of(op), op.split(":")[0], op.split("_")[0]
     chosen = geometries or [name for name in PRIMARY if kind not in ("gdn", "kda") or geometry(name).kind == kind]
     wrong = [name for name in chosen if kind in ("gdn", "kda") and geometry(name).kind != kind]
     if wrong:

@@ -7,7 +7,7 @@ once its chooser asks `tables.tuned` and its key class names its `TUNED` fields.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 from ..cute_kernels.compile.manifest import Entry, ResourceBudget
@@ -119,28 +119,24 @@ _LAYER = Space(
 )
 
 
-def _verify_candidates(shape: Shape) -> list[Key]:
-    return list(verify.candidates(shape["kind"], shape["state"]))
-
-
-def _verify_heuristic(kind: recurrent.Kind, state: recurrent.StateDtype, heads: int) -> verify.VerifyKey:
-    return verify.heuristic(kind, state, heads, round_tokens=state == "bfloat16")
-
-
-def _verify_choose(kind: recurrent.Kind, state: recurrent.StateDtype, heads: int) -> verify.VerifyKey:
-    return verify.choose_verify(kind, state, heads, round_tokens=state == "bfloat16")
-
-
 _VERIFY = Space(
     kernel="recurrent_verify",
     size="heads",
     shape=_recurrent_shape,
-    heuristic=_verify_heuristic,
-    choose=_verify_choose,
-    candidates=_verify_candidates,
+    heuristic=verify.heuristic,
+    choose=verify.choose_verify,
+    candidates=lambda shape: list(verify.candidates(shape["kind"], shape["state"])),
     budget=ResourceBudget(max_registers=168),
-    states=("float32",),  # on bf16 pools the operator runs the tensor-core form unless it is asked to round every token
+    states=("float32",),
     brief=("B1T4", "B8T4", "B64T4", "B64T6"),
+)
+
+# On bf16 pools the operator runs the tensor-core form unless it is asked to round every token.
+_WY_VERIFY = replace(
+    _VERIFY,
+    kernel="wy_verify",
+    candidates=lambda shape: list(verify.wy_candidates(shape["kind"])),
+    states=("bfloat16",),
 )
 
 _CONV_BUDGET = ResourceBudget(max_registers=96, max_shared_bytes=0)
@@ -170,6 +166,7 @@ _CONV_PREFILL = Space(
     brief=("1x2048", "1x8192", "8x1024", "ragged64"),
 )
 
+# By operator; what follows a colon is a form of it that another kernel runs.
 SPACES: dict[str, Space] = {
     "gdn_decode": _DECODE,
     "kda_decode": _DECODE,
@@ -177,6 +174,8 @@ SPACES: dict[str, Space] = {
     "kda_layer_decode": _LAYER,
     "gdn_verify": _VERIFY,
     "kda_verify": _VERIFY,
+    "gdn_verify:wy": _WY_VERIFY,
+    "kda_verify:wy": _WY_VERIFY,
     "causal_conv1d_decode": _CONV_DECODE,
     "causal_conv1d_prefill": _CONV_PREFILL,
 }

@@ -135,11 +135,17 @@ SMALL_BATCH_HEADS = 64
 def choose_verify(kind: Kind, state: StateDtype, heads: int, *, round_tokens: bool = False) -> VerifyKey:
     """The specialisation for `heads` = sequences x value heads: a table's where it has one, else the heuristic's."""
     default = heuristic(kind, state, heads, round_tokens=round_tokens)
-    return default if default.wy else tables.tuned("recurrent_verify", default, kind=kind, state=state, heads=heads)
+    return tables.tuned(kernel_file(default), default, kind=kind, state=state, heads=heads)
+
+
+def wy_candidates(kind: Kind) -> list[VerifyKey]:
+    """The space a sweep tries of the tensor-core form: registers against blocks of an SM."""
+    keys = [VerifyKey(kind, "bfloat16", 4, 8, blocks=blocks, wy=True, pdl=True) for blocks in (2, 3, 4)]
+    return [key for key in keys if key.rejection() is None]
 
 
 def candidates(kind: Kind, state: StateDtype) -> list[VerifyKey]:
-    """The space a sweep tries: the form that rounds where step-by-step decode does."""
+    """The space a sweep tries of the form that rounds where step-by-step decode does."""
     keys = [
         VerifyKey(kind, state, rows, warps, blocks=blocks, pdl=True)
         for rows in (2, 4)
@@ -187,7 +193,8 @@ def shipped() -> list[Entry]:
             for heads in (1, SMALL_BATCH_HEADS + 1):
                 verify |= {heuristic(kind, state, heads, round_tokens=rounds) for rounds in (False, True)}
             shape = {"kind": kind, "state": state}
-            verify |= tables.shipped_keys("recurrent_verify", shape, heuristic(kind, state, 1, round_tokens=True))
+            for default in (heuristic(kind, state, 1), heuristic(kind, state, 1, round_tokens=True)):
+                verify |= tables.shipped_keys(kernel_file(default), shape, default)
             prefill.add(choose_prefill(kind, state))
     budget = ResourceBudget(max_registers=168)
     return [
