@@ -298,14 +298,15 @@ def test_a_wrong_result_of_ours_is_not_tried_again_without_peers(monkeypatch: py
     assert "WrongResultError" in result["failures"]["gdn_decode:" + small("gdn_decode", "B3").name.split(":", 1)[1]]
 
 
-def test_garbage_is_collected_where_much_memory_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
-    collected: list[int] = []
-    monkeypatch.setattr(run.gc, "collect", lambda: collected.append(1))
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: run.GARBAGE_BYTES)
+def test_memory_is_given_back_where_much_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    collected: list[str] = []
+    monkeypatch.setattr(run.gc, "collect", lambda: collected.append("garbage"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: collected.append("pools"))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: run.GARBAGE_BYTES)
     run._collect(True)
     assert collected == []
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: run.GARBAGE_BYTES + 1)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: run.GARBAGE_BYTES + 1)
     run._collect(False)
     assert collected == []
     run._collect(True)
-    assert collected == [1]
+    assert collected == ["garbage", "pools"]
