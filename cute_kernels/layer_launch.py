@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from .compile.cache import CompiledKernel, jit_cache
+from .compile.shared_library import family
 from .configs import layer as configs
 from .configs import tables
-from .configs.recurrent import StateDtype
+from .configs.recurrent import Kind, StateDtype
 from .delta_rule import check_parameters, kind_of
 from .draft_log import DraftLog
 from .errors import InvalidArgumentError, UnsupportedConfigError
@@ -33,13 +34,13 @@ from .validation import (
     check_tensor,
     is_finite,
 )
-from .verify_launch import Lengths
 
 layer_decode = jit_cache("layer_decode")
 layer_verify = {file: jit_cache(file) for file in ("layer_verify", "wy_layer_verify")}
 
 STATE_NAMES: dict[torch.dtype, StateDtype] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
+ACTIVATIONS = {"silu": configs.SILU_GATE, "sigmoid": 0}
 Verify = tuple[torch.Tensor, DraftLog, torch.Tensor]
 Arguments = tuple[
     torch.Tensor, ...
@@ -181,33 +182,27 @@ def launch(
     )
     target = out
     try:
-        sizes = (x.shape, z.numel(), A_log.numel(), dt_bias.numel(), norm_weight.numel())
-        dtypes = (state.dtype, conv_weight.dtype, norm_weight.dtype)
-        drafts: tuple[Lengths, int] | None = None
+        flags, rest = ACTIVATIONS[gate_activation] | (configs.SETTLED if settled else 0), conv_weight
         step: tuple[Any, ...] = ()
         if verify is not None:
             cu_seqlens, log, num_accepted = verify
-            log_rows, half = log.rows, log.half
-            lengths = (
-                read_ids.numel(),
-                cu_seqlens.numel(),
-                half.numel(),
-                None if log_rows is None else log_rows.numel(),
-            )
-            drafts = (lengths, log.k.shape[3])
-            rows = half if log_rows is None else log_rows
-            step = (cu_seqlens, log.k, log.u, log.g, log.x, half, rows, num_accepted)
-        function, flags, factor = layer_function(kda, lower_bound, scale, eps, gate_activation, dtypes, sizes, drafts)
-        rest = conv_weight
+            half, rows = log.half, log.rows
+            if rows is not None:
+                flags |= configs.MAPPED
+            step = (cu_seqlens, log.k, log.u, log.g, log.x, half, half if rows is None else rows, num_accepted)
         if conv_bias is not None:
             if conv_bias.shape != conv_weight.shape[:1] or not conv_bias.is_contiguous():
                 raise ValueError
             flags, rest = flags | configs.CONV_BIAS, conv_bias.unsqueeze(1)
-        if not flags & configs.NORM_BF16:
+        if norm_weight.dtype == torch.bfloat16:
+            flags |= configs.NORM_BF16
+        elif norm_weight.dtype == torch.float32:
             norm_weight = norm_weight.view(torch.bfloat16)  # two a value; the kernel reads them by the flag
+        else:
+            raise ValueError
         if out is None:
             target = torch.empty_like(z, memory_format=torch.contiguous_format)
-        function(
+        layer_family(kda, lower_bound, verify is not None)(
             x,
             gate,
             b,
@@ -224,8 +219,8 @@ def launch(
             positions,
             *step,
             target,
-            flags | configs.SETTLED if settled else flags,
-            factor,
+            flags,
+            HEAD_DIM**-0.5 if scale is None else scale,
             lower_bound or 0.0,
             eps,
         )
@@ -240,39 +235,31 @@ def launch(
 
 
 @tables.memoised
-def layer_function(
-    kda: bool,
-    lower_bound: float | None,
-    scale: float | None,
-    eps: float,
-    gate_activation: GateActivation,
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
-    sizes: tuple[torch.Size, int, int, int, int],
-    drafts: tuple[Lengths, int] | None,
-) -> tuple[CompiledKernel, int, float]:
-    """The loaded function, the flags and the scale that these arguments decide. ValueError or KeyError where no kernel fits.
+def layer_family(kda: bool, lower_bound: float | None, verify: bool) -> CompiledKernel:
+    """What launches the steps of this kind: a kernel is chosen once for each set of sizes, dtypes and flags."""
+    check_gate(lower_bound, None)
+    kind = kind_of(kda, lower_bound)
+    return family(lambda *given: layer_function(kind, verify, *given))
 
-    dtypes: of state, conv_weight and norm_weight. sizes: shape of x, values of z, lengths of A_log, which the function compares
-    with the pool, dt_bias and norm_weight. drafts: of a verify step its lengths and the log's key heads.
-    """
-    (tokens, channels), values, hv, bias, norm = sizes
+
+def layer_function(kind: Kind, verify: bool, *given: Any) -> CompiledKernel:
+    """The loaded function for such arguments. ValueError or KeyError where their sizes contradict each other or none fits."""
+    x, _, _, z, conv_weight, _, _, A_log, dt_bias, norm_weight, state, read_ids = given[:12]
+    flags, scale, _, eps = given[-4:]
+    (tokens, channels), hv, rows = x.shape, A_log.numel(), read_ids.numel()
     hk, rest = divmod(channels - hv * HEAD_DIM, 2 * HEAD_DIM)
-    fits = hk > 0 and not rest and hv % hk == 0 and values == tokens * hv * HEAD_DIM and norm == HEAD_DIM
-    fits &= bias == (hv * HEAD_DIM if kda else hv) and is_finite(eps) and eps >= 0.0
-    rows, mapped = tokens, None
-    if drafts is not None:
-        (rows, bounds, log_rows, mapped), log_hk = drafts
-        fits &= bounds == rows + 1 and log_hk == hk and (rows <= log_rows if mapped is None else rows == mapped)
-    fits &= rows > 0 and dtypes[2] in WEIGHT_DTYPES
-    if not fits or gate_activation not in ("silu", "sigmoid"):
+    fits = hk > 0 and not rest and hv % hk == 0 and z.numel() == tokens * hv * HEAD_DIM
+    fits &= norm_weight.numel() == HEAD_DIM * (1 if flags & configs.NORM_BF16 else 2)
+    fits &= dt_bias.numel() == (hv if kind == "gdn" else hv * HEAD_DIM) and is_finite(eps) and eps >= 0.0
+    if verify:
+        cu_seqlens, log_keys, _, _, _, half, log_rows = given[14:21]
+        held = rows == log_rows.numel() if flags & configs.MAPPED else rows <= half.numel()
+        fits &= cu_seqlens.numel() == rows + 1 and log_keys.shape[3] == hk and held
+    if not fits or rows == 0:
         raise ValueError
-    check_gate(lower_bound, scale)
-    flags = configs.SILU_GATE if gate_activation == "silu" else 0
-    flags |= configs.NORM_BF16 if dtypes[2] == torch.bfloat16 else 0
-    flags |= configs.MAPPED if mapped is not None else 0
-    factor = HEAD_DIM**-0.5 if scale is None else scale
-    kind, state, weight = kind_of(kda, lower_bound), STATE_NAMES[dtypes[0]], STATE_NAMES[dtypes[1]]
-    if drafts is None:
-        return layer_decode(configs.choose(kind, state, weight, rows * hv)), flags, factor
-    key = configs.choose_verify_layer(kind, state, weight)
-    return layer_verify[configs.verify_file(key)](key), flags, factor
+    check_gate(None, scale)
+    state_name, weight = STATE_NAMES[state.dtype], STATE_NAMES[conv_weight.dtype]
+    if not verify:
+        return layer_decode(configs.choose(kind, state_name, weight, rows * hv))
+    key = configs.choose_verify_layer(kind, state_name, weight)
+    return layer_verify[configs.verify_file(key)](key)

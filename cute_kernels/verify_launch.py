@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .checkpoints import Checkpoints
 from .compile.cache import CompiledKernel, jit_cache
+from .compile.shared_library import family
 from .configs import tables
 from .configs import verify as configs
 from .configs.recurrent import Kind, StateDtype
@@ -17,8 +20,6 @@ recurrent_prefill = jit_cache("recurrent_prefill")
 
 NO_LIMIT = 2**31 - 1
 STATE_NAMES: dict[torch.dtype, StateDtype] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-#: Rows, length of cu_seqlens, log rows, and length of the log's map where it has one.
-Lengths = tuple[int, int, int, int | None]
 
 
 def launch_verify(
@@ -53,10 +54,7 @@ def launch_verify(
     Raises one of `REFUSALS` where the loaded function or `verify_function` refuses the arguments, before any launch.
     """
     log, rows = draft_log, draft_log.rows
-    lengths = (read_ids.numel(), cu_seqlens.numel(), log.half.numel(), None if rows is None else rows.numel())
-    sizes = (q.shape[1], A_log.numel(), dt_bias.numel())
-    function, factor = verify_function(kind, lower_bound, scale, state.dtype, round_every_token, sizes, lengths, key)
-    function(
+    verify_family(kind, lower_bound, key)(
         q,
         k,
         v,
@@ -79,35 +77,34 @@ def launch_verify(
         qk_l2norm,
         round_every_token,
         settled,
-        factor,
+        HEAD_DIM**-0.5 if scale is None else scale,
         lower_bound or 0.0,
     )
 
 
 @tables.memoised
-def verify_function(
-    kind: Kind,
-    lower_bound: float | None,
-    scale: float | None,
-    dtype: torch.dtype,
-    round_tokens: bool,
-    sizes: tuple[int, int, int],
-    lengths: Lengths,
-    key: configs.VerifyKey | None,
-) -> tuple[CompiledKernel, float]:
-    """The loaded function for these sizes (key heads, lengths of A_log and dt_bias), and the scale.
+def verify_family(kind: Kind, lower_bound: float | None, key: configs.VerifyKey | None) -> CompiledKernel:
+    """What launches verify steps of this kind: a kernel is chosen once for each set of sizes, dtypes and flags."""
+    check_gate(lower_bound, None)
+    return family(lambda *given: verify_function(kind, key, *given))
+
+
+def verify_function(kind: Kind, key: configs.VerifyKey | None, *given: Any) -> CompiledKernel:
+    """The loaded function for such arguments of it, that of `key` where one is given.
 
     Raises ValueError or KeyError where there are no rows or the sizes contradict each other.
     """
-    hk, hv, bias = sizes
-    rows, bounds, log_rows, mapped = lengths
-    sound = hv % hk == 0 and bias == (hv if kind == "gdn" else hv * HEAD_DIM) and bounds == rows + 1
-    if rows == 0 or not sound or not (rows <= log_rows if mapped is None else rows == mapped):
+    (q, _, _, _, _, A_log, dt_bias, state, read_ids, _, cu_seqlens), (half, log_rows) = given[:11], given[14:16]
+    mapped, _, round_tokens, _, scale = given[18:23]
+    hk, hv, rows = q.shape[1], A_log.numel(), read_ids.numel()
+    sound = hv % hk == 0 and dt_bias.numel() == (hv if kind == "gdn" else hv * HEAD_DIM)
+    sound &= cu_seqlens.numel() == rows + 1 and (rows == log_rows.numel() if mapped else rows <= half.numel())
+    if rows == 0 or not sound:
         raise ValueError
-    check_gate(lower_bound, scale)
+    check_gate(None, scale)
     if key is None:
-        key = configs.choose_verify(kind, STATE_NAMES[dtype], rows * hv, round_tokens=round_tokens)
-    return verify_kernels[configs.kernel_file(key)](key), HEAD_DIM**-0.5 if scale is None else scale
+        key = configs.choose_verify(kind, STATE_NAMES[state.dtype], rows * hv, round_tokens=round_tokens)
+    return verify_kernels[configs.kernel_file(key)](key)
 
 
 def launch_commit(

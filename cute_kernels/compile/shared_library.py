@@ -104,21 +104,51 @@ def find(symbol: str, digest: str) -> Callable[..., None] | None:
 
 def direct(library: Path, symbol: str, usual: Callable[..., None]) -> Callable[..., None]:
     """The function `usual` of a library without its cost for each tensor (caller.c), or itself where that cannot be had."""
+    caller = _caller(library, "compact_state_caller")
+    if caller is None:
+        return usual
+    loaded, lent, make = caller
+    try:
+        kernel = ctypes.cast(loaded[f"__tvm_ffi_{symbol}"], ctypes.c_void_p)
+    except AttributeError:
+        return usual
+    make.argtypes = [ctypes.c_void_p, *[ctypes.py_object] * 4]
+    function: Callable[..., None] = make(kernel, *lent, usual)
+    return function
+
+
+def family(choose: Callable[..., Callable[..., None]], library: Path | None = None) -> Callable[..., None]:
+    """A function that calls what `choose(*arguments)` returns with the same arguments.
+
+    In a library (by default the one in `folder()`) it asks once for each set of the tensors' sizes and dtypes and the other
+    values (caller.c), else at every call.
+    """
+    path = folder()
+    if library is None and path is not None and _open(path)[0] is not None:  # the runtime it needs is loaded then
+        library = path / LIBRARY
+    caller = None if library is None else _caller(library, "compact_state_family")
+    function: Callable[..., None] | None = None
+    if caller is not None:
+        _, lent, make = caller
+        make.argtypes = [ctypes.py_object] * 4
+        function = make(*lent, choose)
+    return (lambda *given: choose(*given)(*given)) if function is None else function
+
+
+def _caller(library: Path, name: str) -> tuple[Any, tuple[Any, ...], Any] | None:
+    """The library, who lends tensors and for which types, and its function `name`; None where it cannot be had."""
     import torch
 
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
-        return usual
+        return None
     try:
         loaded = ctypes.PyDLL(str(library.resolve()))
-        make, kernel = loaded.compact_state_caller, loaded[f"__tvm_ffi_{symbol}"]
         exchange = torch.Tensor.__dlpack_c_exchange_api__  # type: ignore[attr-defined]
+        make = loaded[name]
     except (AttributeError, OSError):
-        return usual
-    make.argtypes, make.restype = [ctypes.c_void_p, *[ctypes.py_object] * 4], ctypes.py_object
-    function: Callable[..., None] = make(
-        ctypes.cast(kernel, ctypes.c_void_p), exchange, torch.Tensor, torch.nn.Parameter, usual
-    )
-    return function
+        return None
+    make.restype = ctypes.py_object
+    return loaded, (exchange, torch.Tensor, torch.nn.Parameter), make
 
 
 def code_of(symbol: str, digest: str) -> str | None:

@@ -89,7 +89,76 @@ def test_errors_of_the_usual_way_are_raised(library):
         shared_library.direct(library, "probe", refuse)(None)
 
 
+def test_a_family_asks_once_for_each_set_of_sizes_dtypes_and_values(library, usual):
+    function, calls = usual
+    kernel, asked = shared_library.direct(library, "probe", function), []
+
+    def choose(*given):
+        asked.append(given)
+        return kernel
+
+    family = shared_library.family(choose, library)
+    first, second = torch.zeros(3, dtype=torch.float64), torch.zeros(2)
+    for _ in range(3):
+        family(first, second, 3, False, 1.0, None)
+        family(torch.ones(3, dtype=torch.float64), torch.ones(2), 3, False, 1.0, None)
+    assert len(asked) == 1
+    others = (
+        (torch.zeros(4, dtype=torch.float64), second, 3, False, 1.0, None),
+        (torch.zeros(3, dtype=torch.int64), second, 3, False, 1.0, None),
+        (torch.zeros(1, 3, dtype=torch.float64), second, 3, False, 1.0, None),
+        (first, second, 4, False, 1.0, None),
+        (first, second, 3, True, 1.0, None),
+        (first, second, 3, False, 1.5, None),
+    )
+    for _ in range(2):
+        for given in others:
+            family(*given)
+    assert len(asked) == 1 + len(others)
+    assert not calls
+
+
+def test_a_family_forgets_the_oldest_choices(library, usual):
+    function, _ = usual
+    kernel, asked = shared_library.direct(library, "probe", function), []
+    family = shared_library.family(lambda *given: asked.append(given) or kernel, library)
+    tensor, other = torch.zeros(3, dtype=torch.float64), torch.zeros(2)
+    for value in (*range(300), *range(299, 299 - 256, -1)):
+        family(tensor, other, value, False, 1.0, None)
+    assert len(asked) == 300
+    family(tensor, other, 0, False, 1.0, None)
+    assert len(asked) == 301
+
+
+def test_a_family_raises_what_its_choice_raises_and_keeps_no_other_function(library, usual):
+    def refuse(*given):
+        raise KeyError("none fits")
+
+    given = (torch.zeros(3, dtype=torch.float64), torch.zeros(2), 3, False, 1.0, None)
+    with pytest.raises(KeyError, match="none fits"):
+        shared_library.family(refuse, library)(*given)
+    function, calls = usual
+    asked = []
+    family = shared_library.family(lambda *given: asked.append(given) or function, library)
+    family(*given)
+    family(*given)
+    family([1.0], "text")  # nothing that a description can be made of
+    assert len(asked) == len(calls) == 3
+
+
+def test_a_kernel_that_refuses_goes_the_usual_way_in_a_family_too(library, usual):
+    function, calls = usual
+    kernel = shared_library.direct(library, "probe", function)
+    family = shared_library.family(lambda *given: kernel, library)
+    for _ in range(2):
+        family(torch.zeros(3, dtype=torch.float64), torch.zeros(2), -1, False, 1.0, None)
+    assert len(calls) == 2
+
+
 def test_a_library_without_caller_or_kernel_is_called_as_usual(library, tmp_path, usual):
     function, _ = usual
     assert shared_library.direct(library, "absent", function) is function
     assert shared_library.direct(tmp_path / "absent.so", "probe", function) is function
+    calls = []
+    shared_library.family(lambda *seen: calls.append, tmp_path / "absent.so")(torch.zeros(1))
+    assert len(calls) == 1

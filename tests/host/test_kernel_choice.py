@@ -67,7 +67,8 @@ def asked(monkeypatch):
     # What is loaded is remembered by shapes; here nothing is loaded, and tensors of no device stand for those of device 0.
     for module in (conv_launch, layer_launch, verify_launch):
         for name in [name for name in vars(module) if name.endswith("_function")]:
-            monkeypatch.setattr(module, name, getattr(module, name).__wrapped__)
+            function = getattr(module, name)
+            monkeypatch.setattr(module, name, getattr(function, "__wrapped__", function))
     decode = delta_rule.decode_function.__wrapped__
     monkeypatch.setattr(delta_rule, "decode_function", lambda backend, device, *shapes: decode(backend, 0, *shapes))
     before = cache.compile_count
