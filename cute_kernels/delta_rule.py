@@ -278,7 +278,6 @@ def verify(
     """Check and run a verify step; `arguments` as in `prefill`, checks as in `decode`."""
     q, v, read_ids = arguments[0], arguments[2], arguments[8]
     step: tuple[Any, ...] = (cu_seqlens, draft_log, num_accepted)
-    options: dict[str, Any] = {"round_every_token": round_every_token, "scale": scale, "qk_l2norm": qk_l2norm}
     target = out
     try:
         if not runs_kernels(backend, "q", q):
@@ -287,7 +286,7 @@ def verify(
             target = torch.empty_like(v, memory_format=torch.contiguous_format)
         kind = kind_of(kda, lower_bound)
         verify_launch.launch_verify(
-            kind, *arguments, *step, target, **options, settled=settled, lower_bound=lower_bound
+            kind, *arguments, *step, target, round_every_token, scale, qk_l2norm, lower_bound, settled
         )
     except REFUSALS:
         operator, kernels = "kda_verify" if kda else "gdn_verify", runs_kernels(backend, "q", q)
@@ -296,6 +295,7 @@ def verify(
         heads = (q.shape[1], v.shape[1], q.shape[2], v.shape[2])
         check_log(draft_log, num_accepted, read_ids.shape[0], q.device, heads=heads, kda=kda, kernels=kernels)
         if not kernels:
+            options: dict[str, Any] = {"round_every_token": round_every_token, "scale": scale, "qk_l2norm": qk_l2norm}
             if kda:
                 return reference.kda_verify(*arguments, *step, lower_bound=lower_bound, **options, out=out)
             return reference.gdn_verify(*arguments, *step, **options, out=out)

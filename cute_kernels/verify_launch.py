@@ -38,7 +38,6 @@ def launch_verify(
     draft_log: DraftLog,
     num_accepted: torch.Tensor,
     out: torch.Tensor,
-    *,
     round_every_token: bool = False,
     scale: float | None = None,
     qk_l2norm: bool = True,
