@@ -109,9 +109,10 @@ def run(
     profile: Sequence[str] = (),
     engine: list[str] = ENGINE,
 ) -> dict[str, Any]:
-    """Warm every engine up with one batch of a case, then alternate its trials; stop at the budget, keep what is there.
+    """Alternate the trials of each case; stop at the budget, keep what is there.
 
-    `start_s` is what the engines may take to start; those that need longer are left out.
+    The first case of each length of prompts warms every engine up with one batch. No two cases share a prompt, only the
+    beginnings of one length. `start_s` is what the engines may take to start; those that need longer are left out.
     """
     began = time.monotonic()
     result: dict[str, Any] = {"start": {}, "serving": [], "trials": [], "profiles": [], "notes": []}
@@ -131,8 +132,10 @@ def run(
             save(result)
             say(f"{left():6.1f} {row}")
 
-        for case in cases:
-            _case(case, fleet, result["notes"], left, trial)
+        lengths: set[int] = set()
+        for number, case in enumerate(cases, 1):
+            _case(case, fleet, result["notes"], left, trial, 100 * number, warm_up=case.input not in lengths)
+            lengths.add(case.input)
             # Once the first case is in, before the longer ones use the budget up.
             for label in [label for label in profile if label in fleet.engines] if case is cases[0] else ():
                 _profile(label, fleet, result, left)
@@ -156,10 +159,16 @@ def _profile(label: str, fleet: Fleet, result: dict[str, Any], left: Callable[[]
 
 
 def _case(
-    case: Case, fleet: Fleet, notes: list[str], left: Callable[[], float], done: Callable[[dict[str, Any]], None]
+    case: Case,
+    fleet: Fleet,
+    notes: list[str],
+    left: Callable[[], float],
+    done: Callable[[dict[str, Any]], None],
+    seed: int,
+    warm_up: bool,
 ) -> None:
     longest = 0.0
-    for trial in range(-1, case.trials):
+    for trial in range(-1 if warm_up else 0, case.trials):
         # A machine that drifts favours nobody: every other round runs the other way.
         order = [label for label in fleet.engines if label.endswith(case.only)]
         for label in order if trial % 2 else order[::-1]:
@@ -169,7 +178,7 @@ def _case(
             started = time.monotonic()
             try:
                 figures = fleet[label].ask(
-                    "load", requests=case.requests, input=case.input, output=case.output, seed=100 + trial
+                    "load", requests=case.requests, input=case.input, output=case.output, seed=seed + trial
                 )
             except EngineError as error:
                 notes.append(f"{case.name} {label}: {error}")

@@ -93,6 +93,41 @@ def test_an_engine_that_does_not_start_is_left_out_with_its_error(tmp_path: Path
         pass
 
 
+COUNTING = """
+import json, sys
+print(json.dumps({'ok': {}}), flush=True)
+for line in sys.stdin:
+    asked = json.loads(line)
+    print(json.dumps({'ok': {'seconds': 1.0, 'asked': asked}}), flush=True)
+"""
+
+
+def test_cases_of_one_length_warm_engines_up_once_and_share_no_prompt(tmp_path: Path) -> None:
+    program = tmp_path / "engine.py"
+    program.write_text(COUNTING)
+    cases = [load.Case.parse(text) for text in ("4x64+1:2", "4x64+8:3@on", "4x32+1:1")]
+    specs = load.specs("model", ("legacy", "compact"), (False, True))
+    found = load.run(
+        "model",
+        cases,
+        engines=specs,
+        logs=tmp_path,
+        budget_s=60.0,
+        start_s=20.0,
+        save=lambda result: None,
+        say=lambda text: None,
+        engine=[str(program)],
+    )
+    trials = [(t["case"], t["engine"], t["trial"], t["asked"]["seed"]) for t in found["trials"]]
+    assert [t[2] for t in trials if t[:2] == ("4x64+1", "legacy-off")] == [-1, 0, 1]
+    assert [t[2] for t in trials if t[:2] == ("4x64+8", "legacy-on")] == [0, 1, 2]
+    assert [t[2] for t in trials if t[:2] == ("4x32+1", "compact-off")] == [-1, 0]
+    assert not [t for t in trials if t[:2] == ("4x64+8", "legacy-off")]
+    for engine in ("legacy-on", "compact-on"):
+        seeds = [seed for _, name, _, seed in trials if name == engine]
+        assert len(set(seeds)) == len(seeds) == 8
+
+
 ANSWERING = """
 import json, sys
 import time

@@ -5,7 +5,7 @@
     export PYTHONPATH=src:tests/integration/fa3_standin        # or with FlashAttention-3 installed
     python -m compact_state.integration tests/integration/lmd_mtp.py ask MODEL plain.json
     python -m compact_state.integration tests/integration/lmd_mtp.py ask MODEL drafts.json --drafts 3 --caching
-    python tests/integration/lmd_mtp.py compare plain.json drafts.json
+    python tests/integration/lmd_mtp.py compare plain.json drafts.json --out summary.json
     python tests/integration/lmd_mtp.py judge MODEL plain.json drafts.json
 
 The model's head knows few tokens, so that a random draft is right now and then: accepted counts of every size occur, which
@@ -146,11 +146,12 @@ def ask(model: str, out: Path, drafts: int, caching: bool, eager: bool) -> None:
     os._exit(0)
 
 
-def compare(plain: dict[str, Any], drafts: dict[str, Any]) -> list[str]:
-    """Print how far the answers agree; returns what speaks against equality."""
-    faults, equal = [], 0
+def compare(plain: dict[str, Any], drafts: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Print how far the answers agree; returns the run in figures and what speaks against equality."""
+    faults, equal, count = [], 0, 0
     for name, answers in drafts["rounds"].items():
         for number, answered in enumerate(answers):
+            count += 1
             known = plain["rounds"][name][number]["ids"]
             if known == answered["ids"]:
                 equal += 1
@@ -163,9 +164,12 @@ def compare(plain: dict[str, Any], drafts: dict[str, Any]) -> list[str]:
         faults.append(f"accepted counts {drafts['accepted']}: not every number of drafts was accepted")
     if drafts["caching"] and not (drafts["hits"] and any(a["cached"] for a in drafts["rounds"]["again"])):
         faults.append("nothing was found in the cache")
-    print({name: value for name, value in drafts.items() if name != "rounds"})
-    print(f"  {equal} answers equal", *faults, sep="\n  ")
-    return faults
+    if drafts["slot_bytes"] != plain["slot_bytes"]:
+        faults.append(f"a slot of {drafts['slot_bytes']} bytes with drafts, of {plain['slot_bytes']} without")
+    summary = {name: value for name, value in drafts.items() if name != "rounds"}
+    summary |= {"equal": equal, "answers": count, "passed": not faults}
+    print(summary, *faults, sep="\n  ")
+    return summary, faults
 
 
 def judge(model: str, runs: dict[str, dict[str, Any]]) -> list[str]:
@@ -218,6 +222,7 @@ def main() -> None:
     asking.add_argument("--graphs", action="store_true", help="CUDA graphs; eager without")
     comparing = commands.add_parser("compare", help="answers of the first file with those of the others")
     comparing.add_argument("files", type=Path, nargs="+")
+    comparing.add_argument("--out", type=Path, help="JSON of every run's figures, by the name of its file")
     judging = commands.add_parser("judge", help="every token answered, beside transformers")
     judging.add_argument("model")
     judging.add_argument("files", type=Path, nargs="+")
@@ -233,7 +238,12 @@ def main() -> None:
         sys.exit(1 if faults else 0)
     else:
         plain, *others = (json.loads(file.read_text()) for file in arguments.files)
-        sys.exit(1 if [fault for other in others for fault in compare(plain, other)] else 0)
+        found = {file.stem: compare(plain, other) for file, other in zip(arguments.files[1:], others)}
+        if arguments.out is not None:
+            arguments.out.write_text(
+                json.dumps({name: summary for name, (summary, _) in found.items()}, indent=1) + "\n"
+            )
+        sys.exit(0 if all(summary["passed"] for summary, _ in found.values()) else 1)
 
 
 if __name__ == "__main__":

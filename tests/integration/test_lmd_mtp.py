@@ -62,16 +62,25 @@ def test_the_standin_attends_over_packed_sequences(standin: ModuleType) -> None:
 def run(ids: list[list[int]], **changes: Any) -> dict[str, Any]:
     """A record of `lmd_mtp ask`."""
     answers = [{"ids": row, "cached": 64, "top": []} for row in ids]
-    record = {"drafts": 1, "caching": True, "hits": 1, "accepted": {"1": 4, "2": 5}}
+    record = {"drafts": 1, "caching": True, "hits": 1, "accepted": {"1": 4, "2": 5}, "slot_bytes": 8}
     return {**record, **changes, "rounds": {"alone": answers, "again": answers}}
 
 
 def test_the_comparison_finds_what_speaks_against_equality() -> None:
-    plain = run([[0, 1, 1], [1, 0, 1]], drafts=0)
-    assert lmd_mtp.compare(plain, run([[0, 1, 1], [1, 0, 1]])) == []
-    assert any("alone 1" in fault for fault in lmd_mtp.compare(plain, run([[0, 1, 1], [1, 0, 0]])))
-    assert any("alone 1" in fault for fault in lmd_mtp.compare(plain, run([[0, 1, 1], [1, 0]])))
-    assert any("accepted counts" in f for f in lmd_mtp.compare(plain, run([[0, 1, 1], [1, 0, 1]], accepted={"1": 9})))
-    assert any("cache" in fault for fault in lmd_mtp.compare(plain, run([[0, 1, 1], [1, 0, 1]], hits=0)))
+    ids = [[0, 1, 1], [1, 0, 1]]
+    plain = run(ids, drafts=0)
+
+    def fault(word: str, drafts: dict[str, Any], base: dict[str, Any] = plain) -> bool:
+        summary, faults = lmd_mtp.compare(base, drafts)
+        assert summary["passed"] is not bool(faults)
+        return any(word in text for text in faults)
+
+    summary, faults = lmd_mtp.compare(plain, run(ids))
+    assert (summary["equal"], summary["answers"], summary["passed"], faults) == (4, 4, True, [])
+    assert fault("alone 1", run([[0, 1, 1], [1, 0, 0]]))
+    assert fault("alone 1", run([[0, 1, 1], [1, 0]]))
+    assert fault("accepted counts", run(ids, accepted={"1": 9}))
+    assert fault("cache", run(ids, hits=0))
+    assert fault("16 bytes", run(ids, slot_bytes=16))
     same = run([[0, 0, 0], [0, 0, 0]])
-    assert any("vary" in fault for fault in lmd_mtp.compare(same, same))
+    assert fault("vary", same, same)
