@@ -67,6 +67,8 @@ def version(distribution: str) -> str:
 
 def _run(options: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     if options.command == "judge":
+        # transformers takes fla's kernels where they are installed: the judge is torch alone.
+        sys.modules["fla"] = None  # type: ignore[assignment]
         rounds = {path.stem.removeprefix("rounds-"): json.loads(path.read_text()) for path in options.rounds}
         return judge.run(rounds, judge.evaluation(options.model), save=save)
     if options.command == "equality":
