@@ -106,6 +106,8 @@ class LedgerBase:
         self.quarantined = 0
         #: Called with (entry, reason) whenever a slot loses its C; the index forgets the entry there.
         self.on_uncache: Callable[[object, str], None] | None = None
+        #: Called before each eviction; may move another slot to the front of `evictable`.
+        self.on_evict: Callable[[], None] | None = None
         #: Called with the slot number at each free, before it can be granted again (poison).
         self.on_free: Callable[[int], None] | None = None
         self._base_charge = 0 if in_place else 1
@@ -255,9 +257,11 @@ class LedgerBase:
         return self.broken(f"step {step} is not the open one ({self._planned})")
 
     def evict_oldest(self) -> bool:
-        """Evicts the least recently used checkpoint that nothing else holds. False if there is none."""
+        """Evicts the least recently used checkpoint that nothing else holds, or `on_evict`'s choice. False if there is none."""
         if not self.evictable:
             return False
+        if self.on_evict is not None:
+            self.on_evict()
         _, rec = self.evictable.popitem(last=False)
         self._uncache(rec, "evicted")
         self.counters.evictions += 1

@@ -99,13 +99,6 @@ class CacheLedger(StepLedger):
         self.log.append((self.submitted, "cache", rec.slot, rec.position))
         return self.handle(rec)
 
-    def touch(self, handle: SlotHandle) -> bool:
-        """Makes a checkpoint that could be evicted now the last one to be. False when its slot is held, or has moved on."""
-        if not self.is_current(handle) or handle.slot not in self.evictable:
-            return False
-        self.evictable.move_to_end(handle.slot)
-        return True
-
     def uncache(self, handle: SlotHandle, reason: str) -> None:
         """Takes C off a slot, which is always allowed; the slot is free as soon as nothing else holds it."""
         rec = self.granted(handle)

@@ -9,7 +9,6 @@ checkpoint's slot and writes another.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ import numpy as np
 from ...pool.handles import SlotHandle
 from ...pool.slots import Holder
 from .. import envs
+from .eviction import Eviction
 from .states import CompactStateManager
 
 if TYPE_CHECKING:
@@ -63,15 +63,17 @@ class ForwardPlan:
 
 
 def boundaries(start: int, end: int, alignment: int, limit: int) -> list[int]:
-    """At most `limit` multiples of `alignment` strictly between `start` and `end`, evenly thinned, ascending.
+    """At most `limit` multiples of `alignment` strictly between `start` and `end`, thinned to every second, fourth, …, ascending.
 
     The one nearest the end always stays: it is the deepest that a prompt with another tail can hit.
     """
     if alignment <= 0 or limit <= 0:
         return []
     inside = list(range((start // alignment + 1) * alignment, end, alignment))
-    stride = -(-len(inside) // limit)
-    return inside if stride <= 1 else inside[::-1][::stride][::-1]
+    while len(inside) > limit:
+        alignment *= 2
+        inside = [position for position in inside[:-1] if position % alignment == 0] + inside[-1:]
+    return inside
 
 
 class CompactCheckpointLifecycle(StateCheckpointLifecycle):  # type: ignore[misc]
@@ -85,18 +87,16 @@ class CompactCheckpointLifecycle(StateCheckpointLifecycle):  # type: ignore[misc
         self._pending: dict[int, list[Save]] = {}
         # Whether the forward planned last is a prefill: a decode step neither saves nor restores.
         self._planned_prefill = False
-        # Checkpoints that were hit, latest last. A long prompt leaves more checkpoints than the pool has slots, and most
-        # of them are never asked for: without this they would push the ones out that are.
-        self._proven: OrderedDict[SlotHandle, None] = OrderedDict()
         if self._state_manager is not None:
-            self._state_manager.ledger.on_uncache = self._on_uncache
+            ledger, budget = self._state_manager.ledger, self._state_manager.checkpoint_budget
+            ledger.on_uncache = self._on_uncache
+            self._eviction = Eviction(ledger, self.alignment, budget // 2)
 
     # Planning
 
     def plan_prefill(self, seqs: Sequence[Any], ends: Sequence[int]) -> ForwardPlan:
         """Plan the prefill forward that takes each sequence from its history to `ends[i]` tokens."""
         manager, ledger = self._state_manager, self._state_manager.ledger
-        self._keep_proven()
         self._planned_prefill = True
         step = ledger.begin_step()
         plan = ForwardPlan([], [], [])
@@ -131,15 +131,6 @@ class CompactCheckpointLifecycle(StateCheckpointLifecycle):  # type: ignore[misc
             manager.ledger.abandon(step)
             raise
         return None if reads == writes else (reads, writes)
-
-    def _keep_proven(self) -> None:
-        """Make the checkpoints that were hit the last to be evicted; at most half of the budget."""
-        ledger, proven = self._state_manager.ledger, self._proven
-        for handle in list(proven):
-            if len(proven) > self._state_manager.checkpoint_budget // 2 or not ledger.is_current(handle):
-                del proven[handle]
-            else:
-                ledger.touch(handle)
 
     def _plan_restore(self, seq: Any, plan: ForwardPlan) -> None:
         restore = seq.prefix_cache.restore
@@ -245,6 +236,7 @@ class CompactCheckpointLifecycle(StateCheckpointLifecycle):  # type: ignore[misc
         checkpoint.handle, checkpoint.slot = handle, handle.slot
         checkpoint.published = True
         checkpoint.last_access_time = time.perf_counter()
+        self._eviction.published(handle, checkpoint.step, save.handle is None and checkpoint.step == seq.num_valid_ids)
         self._index.add(node)
         return True
 
@@ -289,8 +281,7 @@ class CompactCheckpointLifecycle(StateCheckpointLifecycle):  # type: ignore[misc
         if not self._state_manager.pin(seq, checkpoint.handle):
             return False
         checkpoint.last_access_time = time.perf_counter()
-        self._proven[checkpoint.handle] = None
-        self._proven.move_to_end(checkpoint.handle)
+        self._eviction.hit(checkpoint.handle, checkpoint.step)
         restore.pinned = True
         return True
 
@@ -330,7 +321,7 @@ class CompactCheckpointLifecycle(StateCheckpointLifecycle):  # type: ignore[misc
             self._state_manager.ledger.uncache(checkpoint.handle, "released")
 
     def evict(self, max_num_checkpoints: int) -> int:
-        """Evict the least recently used checkpoints that nothing stands on."""
+        """Evict checkpoints that nothing stands on."""
         ledger = self._state_manager.ledger
         return sum(1 for _ in range(max_num_checkpoints) if ledger.evict_oldest())
 

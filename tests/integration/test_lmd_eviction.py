@@ -1,6 +1,8 @@
-"""What stays when checkpoints outnumber slots: the ones that were asked for before."""
+"""What stays when checkpoints outnumber slots: the ones that were asked for before, and of old prompts a coarser grid."""
 
 from __future__ import annotations
+
+import random
 
 import pytest
 
@@ -49,13 +51,51 @@ def test_the_ones_that_were_hit_are_bounded_and_the_oldest_go_first() -> None:
     assert found == [0, 0, 0, 0, 128, 128, 128, 128]
 
 
-def test_touch_moves_only_what_could_be_evicted() -> None:
+def rounds(flow: Flow, groups: int, shared: int, tail: int, count: int, first: int = 0) -> list[int]:
+    """Tokens found in each round for prompts of which every one shares its beginning with one of the round before."""
+
+    def drawn(length: int, *seed: int) -> list[int]:
+        draw = random.Random(repr(seed))
+        return [draw.randrange(3, 43) for _ in range(length)]
+
+    found = []
+    for turn in range(count):
+        prompts = [drawn(shared, first, g) + drawn(tail, first, g, turn) for g in range(groups)]
+        found.append(sum(serve(flow, tokens) for tokens in prompts))
+    return found
+
+
+def test_more_long_prompts_than_fit_with_all_their_checkpoints_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LMDEPLOY_COMPACT_PREFILL_SAVE_ALIGNMENT", "64")
+    flow = Flow(max_batches=2, budget=24, blocks=2048)
+    # Sixteen checkpoints a prompt; those of two prompts fill the pool.
+    assert rounds(flow, groups=6, shared=512, tail=512, count=3) == [0, 6 * 512, 6 * 512]
+
+
+def test_short_prompts_keep_the_boundary_that_is_shared_before_their_own_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LMDEPLOY_COMPACT_PREFILL_SAVE_ALIGNMENT", "64")
+    flow = Flow(max_batches=2, budget=24, blocks=2048)
+    assert rounds(flow, groups=12, shared=128, tail=128, count=2) == [0, 12 * 128]
+
+
+def test_what_nobody_asks_for_any_more_goes_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LMDEPLOY_COMPACT_PREFILL_SAVE_ALIGNMENT", "64")
+    flow = Flow(max_batches=1, budget=6, blocks=8192)
+    assert rounds(flow, groups=2, shared=512, tail=512, count=2) == [0, 2 * 512]
+    old = {slot: record.gen for slot, record in flow.ledger.evictable.items()}
+    assert rounds(flow, groups=3, shared=512, tail=512, count=90, first=500)[-1] == 3 * 512
+    assert all(flow.ledger.records[slot].gen != generation for slot, generation in old.items())
+
+
+def test_the_order_of_eviction_forgets_what_is_gone() -> None:
     flow = Flow(max_batches=2, budget=8, blocks=1024)
-    serve(flow, prompt(300, 1))
-    first, *_, last = flow.ledger.evictable.values()
-    handle = flow.ledger.handle(first)
-    assert flow.ledger.touch(handle)
-    assert list(flow.ledger.evictable.values())[-1] is first is not last
-    assert flow.ledger.evict_oldest()
-    flow.ledger.uncache(handle, "released")
-    assert not flow.ledger.touch(handle)
+    eviction = flow.scheduler.state_checkpoints._eviction
+    for seed in range(60):
+        serve(flow, prompt(300, seed % 20) + prompt(20, seed))
+        assert len(eviction._heap) <= 4 * flow.ledger.num_slots + 1
+    flow.update_weights()
+    assert not flow.ledger.evictable
+    assert serve(flow, prompt(300, 1)) == 0
+    while flow.ledger.evict_oldest():
+        pass
+    assert not eviction._heap or len(eviction._heap) <= 4 * flow.ledger.num_slots
