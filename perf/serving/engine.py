@@ -70,9 +70,9 @@ class Engine:
             built |= {"pool": type(states).__name__, "state_bytes": size, "slots": count, "slot_bytes": size // count}
         return built
 
-    def load(self, requests: int, input: int, output: int, seed: int) -> dict[str, Any]:
+    def load(self, requests: int, input: int, output: int, seed: int, groups: int = traffic.GROUPS) -> dict[str, Any]:
         """One trial: a batch of prompts sharing halves."""
-        prompts = traffic.shared_prompts(requests, input, seed)
+        prompts = traffic.shared_prompts(requests, input, seed, groups)
         self.torch.cuda.reset_peak_memory_stats()
         before = self.torch.cuda.memory_allocated()
         result: dict[str, Any] = self.run(traffic.batch(self.engine, self.clock, self.next_sessions(), prompts, output))

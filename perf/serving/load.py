@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from . import traffic
 from .fleet import ENGINE, EngineError, Fleet, Spec
 
 SPREAD = (
@@ -33,7 +34,7 @@ SPREAD = (
 class Case:
     """`requests` prompts at once of `input` tokens, of which half is shared, and `output` tokens for each.
 
-    `only` is on, off or empty: the caching setting of the engines that run it.
+    `only` is on, off or empty: the caching setting of the engines that run it. `groups`: different beginnings.
     """
 
     requests: int
@@ -41,20 +42,24 @@ class Case:
     output: int
     trials: int = 5
     only: str = ""
+    groups: int = traffic.GROUPS
 
     @property
     def name(self) -> str:
-        """Such as 64x2048+256."""
-        return f"{self.requests}x{self.input}+{self.output}"
+        """Such as 64x2048+256, or 64x2048+256/32 for another number of beginnings than usual."""
+        name = f"{self.requests}x{self.input}+{self.output}"
+        return name if self.groups == traffic.GROUPS else f"{name}/{self.groups}"
 
     @classmethod
     def parse(cls, text: str) -> Case:
-        """From `64x2048+256` or `64x2048+256:7@on`, where 7 is the number of trials. Raises ValueError."""
-        found = re.fullmatch(r"(\d+)x(\d+)\+(\d+)(?::(\d+))?(?:@(on|off))?", text)
+        """From `64x2048+256` or `64x2048+256/32:7@on`: 32 different beginnings, 7 trials. Raises ValueError."""
+        found = re.fullmatch(r"(\d+)x(\d+)\+(\d+)(?:/(\d+))?(?::(\d+))?(?:@(on|off))?", text)
         if found is None:
-            raise ValueError(f"case={text!r}: allowed: REQUESTSxINPUT+OUTPUT[:TRIALS][@on|@off], such as 64x2048+256")
-        requests, input_, output, trials, only = found.groups()
-        return cls(int(requests), int(input_), int(output), int(trials or cls.trials), only or "")
+            allowed = "REQUESTSxINPUT+OUTPUT[/BEGINNINGS][:TRIALS][@on|@off]"
+            raise ValueError(f"case={text!r}: allowed: {allowed}, such as 64x2048+256")
+        requests, input_, output, groups, trials, only = found.groups()
+        sizes = int(requests), int(input_), int(output)
+        return cls(*sizes, int(trials or cls.trials), only or "", int(groups or cls.groups))
 
 
 CASES = ("64x2048+256", "16x16384+256", "16x2048+2048", "8x16384+2048")
@@ -111,8 +116,8 @@ def run(
 ) -> dict[str, Any]:
     """Alternate the trials of each case; stop at the budget, keep what is there.
 
-    The first case of each length of prompts warms every engine up with one batch. No two cases share a prompt, only the
-    beginnings of one length. `start_s` is what the engines may take to start; those that need longer are left out.
+    An engine is warmed up with one batch of each set of beginnings. No two cases share a prompt. `start_s` is what the
+    engines may take to start; those that need longer are left out.
     """
     began = time.monotonic()
     result: dict[str, Any] = {"start": {}, "serving": [], "trials": [], "profiles": [], "notes": []}
@@ -132,10 +137,9 @@ def run(
             save(result)
             say(f"{left():6.1f} {row}")
 
-        lengths: set[int] = set()
+        warm: set[tuple[str, int, int]] = set()
         for number, case in enumerate(cases, 1):
-            _case(case, fleet, result["notes"], left, trial, 100 * number, warm_up=case.input not in lengths)
-            lengths.add(case.input)
+            _case(case, fleet, result["notes"], left, trial, 100 * number, warm)
             # Once the first case is in, before the longer ones use the budget up.
             for label in [label for label in profile if label in fleet.engines] if case is cases[0] else ():
                 _profile(label, fleet, result, left)
@@ -165,21 +169,23 @@ def _case(
     left: Callable[[], float],
     done: Callable[[dict[str, Any]], None],
     seed: int,
-    warm_up: bool,
+    warm: set[tuple[str, int, int]],
 ) -> None:
     longest = 0.0
-    for trial in range(-1 if warm_up else 0, case.trials):
+    for trial in range(-1, case.trials):
         # A machine that drifts favours nobody: every other round runs the other way.
         order = [label for label in fleet.engines if label.endswith(case.only)]
         for label in order if trial % 2 else order[::-1]:
+            if trial < 0 and (label, case.input, case.groups) in warm:
+                continue
+            warm.add((label, case.input, case.groups))
             if left() < 1.5 * longest + 1:
                 notes.append(f"{case.name}: the budget ended before trial {trial} of {label}")
                 return
             started = time.monotonic()
             try:
-                figures = fleet[label].ask(
-                    "load", requests=case.requests, input=case.input, output=case.output, seed=seed + trial
-                )
+                sizes = {name: getattr(case, name) for name in ("requests", "input", "output", "groups")}
+                figures = fleet[label].ask("load", seed=seed + trial, **sizes)
             except EngineError as error:
                 notes.append(f"{case.name} {label}: {error}")
                 fleet.drop(label, error)

@@ -38,11 +38,11 @@ def asked(tag: str) -> list[list[int]]:
     return [ids + draw(30, 50 + i) if grown else ids for i, ids in enumerate(probes())]
 
 
-def shared_prompts(requests: int, length: int, seed: int) -> list[list[int]]:
-    """Prompts whose first half is one of GROUPS beginnings that all seeds share."""
+def shared_prompts(requests: int, length: int, seed: int, groups: int = GROUPS) -> list[list[int]]:
+    """Prompts whose first half is one of so many beginnings that all seeds share."""
     half = length // 2
-    beginnings = [draw(half, 7000 + length * GROUPS + group) for group in range(GROUPS)]
-    return [beginnings[i % GROUPS] + draw(length - half, (seed << 20) + i) for i in range(requests)]
+    beginnings = [draw(half, 7000 + (length << 12) + group) for group in range(groups)]
+    return [beginnings[i % groups] + draw(length - half, (seed << 20) + i) for i in range(requests)]
 
 
 class StepClock:

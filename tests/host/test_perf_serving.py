@@ -26,6 +26,7 @@ def test_prompts_share_their_first_half_across_seeds_and_nothing_else() -> None:
     assert all(len(ids) == 256 and set(ids) <= set(traffic.TOKENS) for ids in first + second)
     assert first[0][:128] == first[4][:128] == second[4][:128] != first[1][:128]
     assert len({tuple(ids[128:]) for ids in first + second}) == 16
+    assert len({tuple(ids[:128]) for ids in traffic.shared_prompts(8, 256, seed=1, groups=8)}) == 8
 
 
 @pytest.mark.parametrize(("lead", "passed"), [(0.3, True), (0.7, False)])
@@ -53,6 +54,8 @@ def test_without_the_prompt_of_one_token_the_others_stay() -> None:
 def test_a_case_reads_as_it_is_written() -> None:
     assert load.Case.parse("64x2048+256:7@on") == load.Case(64, 2048, 256, 7, "on")
     assert load.Case.parse("64x2048+256").name == "64x2048+256"
+    many = load.Case.parse("64x2048+256/32:3")
+    assert (many.groups, many.trials, many.name) == (32, 3, "64x2048+256/32")
     with pytest.raises(ValueError, match="allowed: REQUESTSxINPUT"):
         load.Case.parse("64x2048")
 
@@ -105,7 +108,7 @@ for line in sys.stdin:
 def test_cases_of_one_length_warm_engines_up_once_and_share_no_prompt(tmp_path: Path) -> None:
     program = tmp_path / "engine.py"
     program.write_text(COUNTING)
-    cases = [load.Case.parse(text) for text in ("4x64+1:2", "4x64+8:3@on", "4x32+1:1")]
+    cases = [load.Case.parse(text) for text in ("4x64+1:2", "4x64+8:3@on", "4x32+1:1", "4x64+1/9:1")]
     specs = load.specs("model", ("legacy", "compact"), (False, True))
     found = load.run(
         "model",
@@ -122,10 +125,11 @@ def test_cases_of_one_length_warm_engines_up_once_and_share_no_prompt(tmp_path: 
     assert [t[2] for t in trials if t[:2] == ("4x64+1", "legacy-off")] == [-1, 0, 1]
     assert [t[2] for t in trials if t[:2] == ("4x64+8", "legacy-on")] == [0, 1, 2]
     assert [t[2] for t in trials if t[:2] == ("4x32+1", "compact-off")] == [-1, 0]
+    assert [t[2] for t in trials if t[:2] == ("4x64+1/9", "compact-off")] == [-1, 0]
     assert not [t for t in trials if t[:2] == ("4x64+8", "legacy-off")]
     for engine in ("legacy-on", "compact-on"):
         seeds = [seed for _, name, _, seed in trials if name == engine]
-        assert len(set(seeds)) == len(seeds) == 8
+        assert len(set(seeds)) == len(seeds) == 10
 
 
 ANSWERING = """
