@@ -23,14 +23,22 @@ class Schedules(RuleBasedStateMachine):
 
     @initialize(
         max_batches=st.integers(1, 4),
-        budget=st.integers(0, 5),
+        budget=st.sampled_from([0, 1, 2, 3, 5, 12]),
         extra=st.integers(-2, 1),
         prefill_tokens=st.sampled_from([128, 256, 1024]),
         blocks=st.sampled_from([18, 40, 200]),
         alignment=st.sampled_from(["0", "64", "128"]),
+        caching=st.sampled_from([True, True, True, False]),
     )
     def start(
-        self, max_batches: int, budget: int, extra: int, prefill_tokens: int, blocks: int, alignment: str
+        self,
+        max_batches: int,
+        budget: int,
+        extra: int,
+        prefill_tokens: int,
+        blocks: int,
+        alignment: str,
+        caching: bool,
     ) -> None:
         os.environ[ALIGNMENT] = alignment
         try:
@@ -40,6 +48,7 @@ class Schedules(RuleBasedStateMachine):
                 num_slots=max(1, max_batches + budget + extra),
                 prefill_tokens=prefill_tokens,
                 blocks=blocks,
+                caching=caching,
             )
         finally:
             del os.environ[ALIGNMENT]
@@ -54,12 +63,21 @@ class Schedules(RuleBasedStateMachine):
         shared = [(i * 5 + root) % 11 + 3 for i in range(length)]
         return [*shared, tail + 20, tail % 7 + 30]
 
-    @rule(root=st.integers(0, 2), length=st.integers(1, 420), tail=st.integers(0, 5), new=st.integers(1, 12))
-    def add(self, root: int, length: int, tail: int, new: int) -> None:
+    @rule(
+        root=st.integers(0, 2),
+        length=st.integers(1, 420),
+        tail=st.integers(0, 5),
+        new=st.integers(1, 12),
+        image=st.none() | st.tuples(st.integers(0, 300), st.integers(1, 90), st.sampled_from("ab")),
+    )
+    def add(self, root: int, length: int, tail: int, new: int, image: tuple[int, int, str] | None) -> None:
         if len(self.open) >= 6:
             return
         tokens = self.prompt(root, length, tail)
-        seq = self.flow.add(tokens, new)
+        if image is not None:
+            first, size, content = image
+            image = (first, first + size, content) if first + size <= length else None
+        seq = self.flow.add(tokens, new, image)
         self.open.append(seq)
         self.spoken[seq.seq_id] = (seq, tokens, self.flow.device.epoch)
 
