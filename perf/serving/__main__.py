@@ -53,7 +53,8 @@ def _parser() -> argparse.ArgumentParser:
                 "--profile", nargs="*", default=[], help="engines whose time is told apart, as compact-on"
             )
         if name == "server":
-            command.add_argument("--variant", default="compact", choices=("compact", "legacy"))
+            command.add_argument("--variant", default="compact", choices=("compact", "installed", "legacy"))
+            command.add_argument("--port", type=int, default=server.PORT)
     return parser
 
 
@@ -101,7 +102,7 @@ def _run(options: argparse.Namespace, save: Callable[[dict[str, Any]], None]) ->
     options.logs.mkdir(parents=True, exist_ok=True)
     if options.command == "server":
         log = options.logs / f"server-{options.variant}.log"
-        return server.run(options.model, log=log, limit_s=options.budget, variant=options.variant)
+        return server.run(options.model, log=log, limit_s=options.budget, variant=options.variant, port=options.port)
     return tensor_parallel.run(
         options.model,
         logs=options.logs,
