@@ -11,6 +11,8 @@ pytest.importorskip("lmdeploy", reason="lmdeploy is not installed")
 
 from lmd_flow import Flow  # noqa: E402  after the skip: it imports lmdeploy
 
+from compact_state.integration.lmdeploy.checkpoints import boundaries  # noqa: E402
+
 
 @pytest.fixture(autouse=True)
 def _alignment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,6 +51,22 @@ def test_the_ones_that_were_hit_are_bounded_and_the_oldest_go_first() -> None:
         serve(flow, prompt(1000, seed))
     found = [serve(flow, prompt(128, seed) + prompt(20, 300 + seed)) for seed in range(8)]
     assert found == [0, 0, 0, 0, 128, 128, 128, 128]
+
+
+def test_thinned_boundaries_of_all_prompts_lie_on_one_grid() -> None:
+    every = list(range(64, 1024, 64))
+    assert boundaries(0, 1024, 64, 15) == every
+    assert boundaries(0, 1024, 64, 14) == [*every[1::2], 960]
+    assert boundaries(0, 1024, 64, 4) == [256, 512, 768, 960]
+    assert boundaries(0, 1024, 64, 1) == [960]
+    assert boundaries(300, 1030, 64, 4) == [512, 768, 1024]
+    assert boundaries(300, 1030, 64, 0) == boundaries(300, 1030, 0, 4) == boundaries(64, 128, 64, 4) == []
+    for start in range(0, 900, 37):
+        for limit in range(1, 20):
+            found = boundaries(start, start + 1000, 64, limit)
+            assert len(found) <= limit
+            assert found[-1] == (start + 999) // 64 * 64
+            assert set(found) <= set(boundaries(start, start + 1000, 64, 99))
 
 
 def rounds(flow: Flow, groups: int, shared: int, tail: int, count: int, first: int = 0) -> list[int]:
