@@ -28,6 +28,7 @@ TARGETS = {
     f"{_ENGINE}.engine.inputs_maker": "inputs",
     f"{_ENGINE}.engine.model_agent.agent": "inputs",
     f"{_ENGINE}.paging.scheduler": "paging",
+    f"{_ENGINE}.paging.prefill_scheduler": "paging",
     f"{_ENGINE}.paging.state_manager": "paging",
     f"{_ENGINE}.paging.block_trie.checkpoint_lifecycle": "paging",
     f"{_ENGINE}.paging.block_trie.trie": "paging",

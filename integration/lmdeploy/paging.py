@@ -81,3 +81,33 @@ def patch_paging_scheduler(module: ModuleType) -> None:
         return schedule(self, *args, **kwargs)
 
     module.Scheduler.schedule = schedule_checked
+
+
+def patch_paging_prefill_scheduler(module: ModuleType) -> None:
+    """Under admission a session that goes on keeps its state, and what loses its match is judged once more.
+
+    lmdeploy 0.18.0 asks every sequence for a new slot, also one that has a state, and takes its history when there is none. What
+    was a short turn behind a long history is then a long prompt, past the gates for long prompts and in a batch with others.
+    """
+    attempt, outcome = module._PrefillAdmissionAttempt, module._PrefillAdmissionResult
+    admit, rollback = attempt._admit_runtime_state, attempt._rollback_match_after_resource_failure
+
+    @functools.wraps(admit)
+    def admit_unless_held(self: Any) -> Any:
+        return None if self.prefill_scheduler.state_manager.is_allocated(self.seq) else admit(self)
+
+    @functools.wraps(rollback)
+    def rollback_and_judge(self: Any, reason: str) -> Any:
+        rejection = rollback(self, reason)
+        if rejection is not None:
+            return rejection
+        prefill, seq = self.prefill_scheduler, self.seq
+        if not self.turn_policy.allows_nonfinal_long_prefill and prefill._prefill_kv_token_limit(seq) is not None:
+            return outcome.skip()
+        tokens = self.batch_prefill_tokens + prefill._prefill_admission_token_count(seq)
+        if self.batch_has_prefill and tokens > prefill.cache_config.max_prefill_token_num:
+            return self._token_budget_rejection()
+        return None
+
+    attempt._admit_runtime_state = admit_unless_held
+    attempt._rollback_match_after_resource_failure = rollback_and_judge

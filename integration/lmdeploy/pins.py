@@ -54,6 +54,7 @@ PINNED: dict[str, tuple[str, ...]] = {
         "BaseModelAgent.sleep",
     ),
     "paging.scheduler": ("Scheduler.__init__", "Scheduler.schedule", "Scheduler.schedule_running"),
+    "paging.prefill_scheduler": ("_TentativePrefixMatch", "_PrefillAdmissionAttempt", "_PrefillScheduler"),
     "paging.state_manager": ("StateManager", "build_state_manager"),
     "paging.block_trie.checkpoint_lifecycle": ("StateCheckpointLifecycle", "CheckpointCopyPlan"),
     "paging.block_trie.trie": ("BlockTrie",),

@@ -118,6 +118,27 @@ def test_the_next_turn_folds_what_the_last_step_accepted_into_the_slot_first() -
     assert flow.device.commits > 2
 
 
+@pytest.mark.parametrize(("slots", "batch"), [(2, 2), (3, 3), (4, 3)])
+def test_a_turn_keeps_its_state_under_admission_when_no_slot_is_left(slots: int, batch: int) -> None:
+    """0.18.0 asks for another slot, takes the history, and puts the long prompt of a short turn into a batch."""
+    flow = draft_flow(1, chance=0.0, max_batches=batch, budget=0, num_slots=slots, prefill_tokens=128, blocks=40)
+    tokens = prompt(282, 1)
+    seq = flow.serve(tokens, 1)
+    for seed in range(2, batch + 1):
+        flow.serve(prompt(5, seed), 1)
+    assert seq.num_history_ids == len(tokens)
+    tokens += [int(token) for token in seq.generated_ids]
+    turn = prompt(35, 9)
+    other = flow.add(prompt(3, 10), 1)
+    flow.go_on(seq, turn, 4)
+    done = len(flow.device.forwards)
+    flow.run()
+    assert list(seq.generated_ids) == answer(tokens + turn, 4)
+    assert list(other.generated_ids) == answer(prompt(3, 10), 1)
+    # The turn alone is prefilled, beside the other request.
+    assert sorted(flow.device.forwards[done]["lengths"]) == [3, len(turn) + 1]
+
+
 def test_a_stop_inside_the_accepted_tokens_folds_only_those_before_it() -> None:
     flow = draft_flow(7, chance=1.0, caching=False)
     # 1 + 8 + 3 of the next 8: the third accepted token of the second step is the last.
