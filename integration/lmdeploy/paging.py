@@ -46,7 +46,12 @@ def _detached(root: Any) -> list[int]:
 
 
 def patch_paging_block_trie_trie(module: ModuleType) -> None:
-    """`BlockTrie.forget_prefixes`: no prefix is found any more. Sequences keep the blocks they hold."""
+    """`BlockTrie.forget_prefixes`: no prefix is found any more, sequences keep their blocks. What follows a hit is cached.
+
+    Behind a checkpoint inside a KV block lmdeploy 0.18.0 keeps all of a prompt's blocks private, so that nothing of it is saved,
+    and every further turn of a session is computed from the end of the first.
+    """
+    extend = module.BlockTrie._extend_trie_path
 
     def forget_prefixes(self: Any) -> None:
         blocks = [block for root in self._roots.values() for block in _detached(root)]
@@ -55,7 +60,18 @@ def patch_paging_block_trie_trie(module: ModuleType) -> None:
         if blocks:
             self.allocator.free(np.array(blocks, dtype=np.int64))
 
+    @functools.wraps(extend)
+    def extend_behind_hits(self: Any, seq: Any, node: Any, num_complete_blocks: int) -> None:
+        extend(self, seq, node, num_complete_blocks)
+        overlap = seq.prefix_cache.recompute_overlap
+        if overlap.fresh_block_range is not None and overlap.recompute_blocks == 0:
+            # The first call has followed the path as far as there is one. What comes now nobody else has: the sequence's own
+            # blocks, among them the one with the frozen part, which the forward completes.
+            overlap.clear_fresh_block_range()
+            extend(self, seq, seq.prefix_cache.trie_cursor, num_complete_blocks)
+
     module.BlockTrie.forget_prefixes = forget_prefixes
+    module.BlockTrie._extend_trie_path = extend_behind_hits
 
 
 def forget(scheduler: Any) -> None:

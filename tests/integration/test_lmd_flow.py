@@ -81,6 +81,36 @@ def test_the_next_turn_resumes_at_the_end_of_the_first_prompt() -> None:
     assert list(second.generated_ids) == answer(turn, 3)
 
 
+def test_every_turn_of_a_session_is_found_by_the_next() -> None:
+    """Behind a hit inside a KV block 0.18.0 saves nothing: the third turn finds no more than the second did."""
+    flow = Flow(blocks=1024)
+    said, found = prompt(150, 1), []
+    for turn in range(5):
+        said = said + prompt(90, 10 + turn)
+        seq = flow.serve(said, 3)
+        assert list(seq.generated_ids) == answer(said, 3)
+        found.append(int(seq.cached_tokens))
+        flow.end(seq)
+    # 420 ends in the block behind the boundary 384: of the two the boundary is kept.
+    assert found == [0, 240, 330, 384, 510]
+
+
+def test_two_sessions_that_part_behind_one_hit_share_nothing_else() -> None:
+    flow = Flow(blocks=1024, max_batches=4)
+    said = prompt(200, 1)
+    flow.end(flow.serve(said, 2))
+    for turn in range(3):
+        # The same beginning and the same next tokens in the block that the hit ends in, then other ones.
+        asked = [said + prompt(20, 5) + prompt(100, 20 + 3 * turn + tail) for tail in (0, 1, 1)]
+        seqs = [flow.add(tokens, 3) for tokens in asked]
+        flow.run()
+        for seq, tokens in zip(seqs, asked):
+            assert list(seq.generated_ids) == answer(tokens, 3)
+            assert seq.cached_tokens >= 200
+            flow.end(seq)
+    flow.run()
+
+
 def test_H7_resume_is_as_far_as_a_checkpoint_reaches_not_as_far_as_kv_does() -> None:
     flow = Flow(budget=2)
     flow.end(flow.serve(prompt(450), 1))

@@ -101,6 +101,22 @@ def test_a_hit_answers_as_a_cold_prompt_does(flow: Flow) -> None:
     assert ask(flow, fork) == (hot[0], 0)
 
 
+def test_turns_that_go_on_inside_a_kv_block_answer_as_cold_prompts_do(
+    checkpoint: Path, engine: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LMDEPLOY_COMPACT_PREFILL_SAVE_ALIGNMENT", "128")
+    flow = lmd_model.model_flow(checkpoint, blocks=64, prefill_tokens=1024)
+    said: list[int] = []
+    found = []
+    for turn, more in enumerate((195, 145, 120, 140)):
+        said = said + prompt(more, 8 + turn)
+        hot = ask(flow, said)
+        found.append(hot[1])
+        cold = ask(lmd_model.model_flow(checkpoint, blocks=64, caching=False), said)
+        assert cold == (hot[0], 0)
+    assert found == [0, 195, 340, 460]
+
+
 def test_chunks_a_batch_and_a_short_suffix_answer_as_alone(checkpoint: Path, engine: None, flow: Flow) -> None:
     prompts = [prompt(200, 3), prompt(2, 4), prompt(1, 5), [*prompt(128, 6), 9]]
     alone = [ask(flow, tokens)[0] for tokens in prompts]
