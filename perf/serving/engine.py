@@ -70,12 +70,16 @@ class Engine:
             built |= {"pool": type(states).__name__, "state_bytes": size, "slots": count, "slot_bytes": size // count}
         return built
 
-    def load(self, requests: int, input: int, output: int, seed: int, groups: int = traffic.GROUPS) -> dict[str, Any]:
-        """One trial: a batch of prompts sharing halves."""
+    def load(
+        self, requests: int, input: int, output: int, seed: int, groups: int = traffic.GROUPS, turns: int = 1
+    ) -> dict[str, Any]:
+        """One trial: a batch of prompts sharing halves, or as many chats of several turns that begin so."""
         prompts = traffic.shared_prompts(requests, input, seed, groups)
         self.torch.cuda.reset_peak_memory_stats()
         before = self.torch.cuda.memory_allocated()
-        result: dict[str, Any] = self.run(traffic.batch(self.engine, self.clock, self.next_sessions(), prompts, output))
+        result: dict[str, Any] = self.run(
+            traffic.batch(self.engine, self.clock, self.next_sessions(), prompts, output, turns)
+        )
         transient = self.torch.cuda.max_memory_allocated() - before
         return {**result, "transient_mib": round(transient / 2**20, 1), "checkpoints": self._checkpoints()}
 

@@ -34,7 +34,8 @@ SPREAD = (
 class Case:
     """`requests` prompts at once of `input` tokens, of which half is shared, and `output` tokens for each.
 
-    `only` is on, off or empty: the caching setting of the engines that run it. `groups`: different beginnings.
+    `only` is on, off or empty: the caching setting of the engines that run it. `groups`: different beginnings. With more than
+    one turn, each adds as many new tokens to all that was said before.
     """
 
     requests: int
@@ -43,23 +44,25 @@ class Case:
     trials: int = 5
     only: str = ""
     groups: int = traffic.GROUPS
+    turns: int = 1
 
     @property
     def name(self) -> str:
-        """Such as 64x2048+256, or 64x2048+256/32 for another number of beginnings than usual."""
+        """Such as 64x2048+256; with /32 for another number of beginnings than usual, with *4 for so many turns."""
         name = f"{self.requests}x{self.input}+{self.output}"
-        return name if self.groups == traffic.GROUPS else f"{name}/{self.groups}"
+        name += "" if self.groups == traffic.GROUPS else f"/{self.groups}"
+        return name if self.turns == 1 else f"{name}*{self.turns}"
 
     @classmethod
     def parse(cls, text: str) -> Case:
-        """From `64x2048+256` or `64x2048+256/32:7@on`: 32 different beginnings, 7 trials. Raises ValueError."""
-        found = re.fullmatch(r"(\d+)x(\d+)\+(\d+)(?:/(\d+))?(?::(\d+))?(?:@(on|off))?", text)
+        """From `64x2048+256` or `64x2048+256/32*4:7@on`: 32 beginnings, 4 turns, 7 trials. Raises ValueError."""
+        found = re.fullmatch(r"(\d+)x(\d+)\+(\d+)(?:/(\d+))?(?:\*(\d+))?(?::(\d+))?(?:@(on|off))?", text)
         if found is None:
-            allowed = "REQUESTSxINPUT+OUTPUT[/BEGINNINGS][:TRIALS][@on|@off]"
+            allowed = "REQUESTSxINPUT+OUTPUT[/BEGINNINGS][*TURNS][:TRIALS][@on|@off]"
             raise ValueError(f"case={text!r}: allowed: {allowed}, such as 64x2048+256")
-        requests, input_, output, groups, trials, only = found.groups()
+        requests, input_, output, groups, turns, trials, only = found.groups()
         sizes = int(requests), int(input_), int(output)
-        return cls(*sizes, int(trials or cls.trials), only or "", int(groups or cls.groups))
+        return cls(*sizes, int(trials or cls.trials), only or "", int(groups or cls.groups), int(turns or 1))
 
 
 CASES = ("64x2048+256", "16x16384+256", "16x2048+2048", "8x16384+2048")
@@ -184,7 +187,7 @@ def _case(
                 return
             started = time.monotonic()
             try:
-                sizes = {name: getattr(case, name) for name in ("requests", "input", "output", "groups")}
+                sizes = {name: getattr(case, name) for name in ("requests", "input", "output", "groups", "turns")}
                 figures = fleet[label].ask("load", seed=seed + trial, **sizes)
             except EngineError as error:
                 notes.append(f"{case.name} {label}: {error}")

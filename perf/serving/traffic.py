@@ -163,12 +163,20 @@ def figures(answers: Sequence[Answer], clock: StepClock, pauses: Pauses) -> dict
 
 
 async def batch(
-    engine: Any, clock: StepClock, session: int, prompts: Sequence[Sequence[int]], new: int
+    engine: Any, clock: StepClock, session: int, prompts: Sequence[Sequence[int]], new: int, turns: int = 1
 ) -> dict[str, Any]:
-    """All prompts at once."""
+    """All prompts at once; in each further turn all that was said, and as many new tokens as the first prompt has."""
     clock.clear()
+    said, answers = [list(ids) for ids in prompts], []
     with Pauses() as pauses:
-        answers = await asyncio.gather(*(ask(engine, session + i, ids, new) for i, ids in enumerate(prompts)))
+        for turn in range(turns):
+            first = session + turn * len(said)
+            some = await asyncio.gather(*(ask(engine, first + i, ids, new) for i, ids in enumerate(said)))
+            answers += some
+            said = [
+                ids + answer.ids + draw(len(begun), first + i)
+                for i, (ids, answer, begun) in enumerate(zip(said, some, prompts))
+            ]
     return figures(answers, clock, pauses)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 from collections.abc import Sequence
@@ -51,11 +52,31 @@ def test_without_the_prompt_of_one_token_the_others_stay() -> None:
     assert equality.longer([two]) == [{"tag": "solo", "ids": [[2]], "top": [two["top"][1]], "cached": [64]}]
 
 
+def test_each_turn_says_all_that_was_said_and_as_much_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[int]] = []
+
+    async def ask(engine: Any, session: int, ids: list[int], new: int) -> traffic.Answer:
+        asked.append(list(ids))
+        clock.first[session] = clock.last[session] = traffic.time.perf_counter()
+        return traffic.Answer(session, traffic.time.perf_counter() - 1.0, [session] * new, cached=3)
+
+    clock = traffic.StepClock()
+    monkeypatch.setattr(traffic, "ask", ask)
+    found = asyncio.run(traffic.batch(None, clock, 1000, [[1, 2], [3, 4]], 2, turns=3))
+    assert [len(ids) for ids in asked] == [2, 2, 6, 6, 10, 10]
+    assert asked[2][:4] == [1, 2, 1000, 1000]
+    assert asked[5][:6] == asked[3]
+    assert len({tuple(ids) for ids in asked}) == 6
+    assert (found["tokens"], found["cached_tokens"]) == (12, 18)
+
+
 def test_a_case_reads_as_it_is_written() -> None:
     assert load.Case.parse("64x2048+256:7@on") == load.Case(64, 2048, 256, 7, "on")
     assert load.Case.parse("64x2048+256").name == "64x2048+256"
     many = load.Case.parse("64x2048+256/32:3")
     assert (many.groups, many.trials, many.name) == (32, 3, "64x2048+256/32")
+    chats = load.Case.parse("16x1024+128*6@on")
+    assert (chats.turns, chats.only, chats.name) == (6, "on", "16x1024+128*6")
     with pytest.raises(ValueError, match="allowed: REQUESTSxINPUT"):
         load.Case.parse("64x2048")
 
