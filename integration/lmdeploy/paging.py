@@ -64,7 +64,7 @@ def patch_paging_block_trie_trie(module: ModuleType) -> None:
     def extend_behind_hits(self: Any, seq: Any, node: Any, num_complete_blocks: int) -> None:
         extend(self, seq, node, num_complete_blocks)
         overlap = seq.prefix_cache.recompute_overlap
-        if overlap.fresh_block_range is not None and overlap.recompute_blocks == 0:
+        if overlap.fresh_block_range is not None:
             # The first call has followed the path as far as there is one. What comes now nobody else has: the sequence's own
             # blocks, among them the one with the frozen part, which the forward completes.
             overlap.clear_fresh_block_range()

@@ -118,6 +118,21 @@ def test_the_next_turn_folds_what_the_last_step_accepted_into_the_slot_first() -
     assert flow.device.commits > 2
 
 
+def test_every_turn_of_a_session_is_found_by_later_ones_with_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LMDEPLOY_COMPACT_PREFILL_SAVE_ALIGNMENT", "512")
+    flow = draft_flow(3, chance=0.6, blocks=1024, max_batches=4, budget=24)
+    said, found = prompt(150, 1), []
+    for turn in range(6):
+        said += prompt(90, 10 + turn)
+        seq = flow.serve(said, 80)
+        found.append(int(seq.cached_tokens))
+        assert list(seq.generated_ids) == answer(said, 80)
+        said += [int(token) for token in seq.generated_ids]
+        flow.end(seq)
+    # Of prompts of 240, 410, 580, … tokens, a hit needs one cached block beyond its checkpoint.
+    assert found == [0, 0, 240, 512, 580, 750]
+
+
 @pytest.mark.parametrize(("slots", "batch"), [(2, 2), (3, 3), (4, 3)])
 def test_a_turn_keeps_its_state_under_admission_when_no_slot_is_left(slots: int, batch: int) -> None:
     """0.18.0 asks for another slot, takes the history, and puts the long prompt of a short turn into a batch."""
