@@ -14,7 +14,7 @@ v = 16 warp + lane // 4 (+ 8) of its slab and columns 8 n + 2 (lane % 4), + 1.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float32, Int32, Uint32
+from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from .memory import narrow
@@ -41,11 +41,49 @@ def state_mma(dtype, columns, right_major, slabs):
     return cute.make_tiled_mma(cute.make_mma_atom(op), cute.make_layout((slabs, 1, 1)))
 
 
-def contract(mma, acc, left, right, stage, blocks, accumulate):
-    """acc (+)= left x right over `blocks` steps of 16; issues wgmma, the caller fences, commits and waits."""
-    for k in range(blocks):
+def contract(mma, acc, left, right, stage, blocks, accumulate, first=0):
+    """acc (+)= left x right over steps of 16 from `first` to `blocks`; issues wgmma, the caller fences, commits and waits."""
+    for k in range(first, blocks):
         mma.set(warpgroup.Field.ACCUMULATE, accumulate or k != 0)
         cute.gemm(mma, acc, left[None, None, k], right[None, None, k, stage], acc)
+
+
+def contract_half(mma, acc, left, right, stage, half):
+    """64 of 128 columns of acc += left x right over a chunk's tokens, by a wgmma of 64 columns."""
+    mma.set(warpgroup.Field.ACCUMULATE, True)
+    part = cute.make_tensor(acc.iterator + 32 * half, cute.make_layout(((2, 2, 8), 1, 1)))
+    for k in range(CHUNK // 16):
+        columns = cute.append_ones(right[None, half, k, stage], up_to_rank=2)
+        cute.gemm(mma, part, left[None, None, k], columns, part)
+
+
+def token_halves():
+    """Sums for 64 tokens, the columns, in two accumulators of 32. They take no registers over from one of 64 columns: ptxas
+    would put each product behind the one before."""
+    return [cute.make_rmem_tensor(cute.make_layout(((2, 2, 4), 1, 1)), Float32) for _ in range(2)]
+
+
+def contract_triangle(mma, halves, left, right, stage, accumulate):
+    """halves (+)= left x right for a lower triangular `right`, by a wgmma of 32 columns: the block that is zero is left out."""
+    for n, half in enumerate(halves):
+        for k in range(2 * n + 2):
+            mma.set(warpgroup.Field.ACCUMULATE, accumulate or k != 0)
+            columns = cute.append_ones(right[None, n, k, stage], up_to_rank=2)
+            cute.gemm(mma, half, left[None, None, k], columns, half)
+
+
+def packed_halves(halves, pack):
+    """Entries of `token_halves`, two tokens a word, in the order of one accumulator."""
+    return [pack(half[2 * i], half[2 * i + 1]) for half in halves for i in range(8)]
+
+
+def halves_as_left_operand(halves, shape):
+    """`token_halves` rounded to a left-operand fragment of fp16, saturating at 65504."""
+    left = cute.make_rmem_tensor(shape, Float16)
+    words = fragment_words(left)
+    for i, word in enumerate(packed_halves(halves, pack_f16)):
+        words[i] = word
+    return left
 
 
 def as_left_operand(acc, shape, dtype):
@@ -129,6 +167,15 @@ def scale_columns(acc, vector: Int32, lane: Int32):
 
 
 @cute.jit
+def scale_into_halves(halves, acc, vector: Int32, lane: Int32):
+    """`scale_columns` of an accumulator of 64 columns into `token_halves`."""
+    for n in cutlass.range_constexpr(8):
+        pair = load_shared(vector + (lane & 3) * 8 + n * 32, 2)
+        for e in cutlass.range_constexpr(4):
+            halves[n // 4][4 * (n % 4) + e] = acc[4 * n + e] * pair[e % 2]
+
+
+@cute.jit
 def scale_state(S, decay: Float32):
     """S *= decay."""
     for i in cutlass.range_constexpr(cute.size(S)):
@@ -192,6 +239,13 @@ def load_values(value, vector, warp, lane):
     words = [ldmatrix4(start + block * 2048, transpose=True) for block in range(4)]
     factors = [load_shared(vector + (lane & 3) * 8 + n * 32, 2) for n in range(8)]
     return words, factors
+
+
+def find_values(words, factors, value, vector, warp, lane):
+    """What `load_values` returns into tensors of 16 entries each, which a loop carries."""
+    found, pairs = load_values(value, vector, warp, lane)
+    for i in range(16):
+        words[i], factors[i] = found[i // 4][i % 4], pairs[i // 2][i % 2]
 
 
 @cute.jit

@@ -80,6 +80,10 @@ class Ring:
         """Until the producers have filled this stage."""
         wait(self.full + stage, parity, self.probes[0])
 
+    def test_full(self, stage, parity):
+        """Whether the producers have filled this stage. No branch: products may be in flight."""
+        return cute.arch.mbarrier_test_wait(self.full + stage, parity)
+
     def wait_empty(self, stage, parity):
         """Until the consumers have left this stage; passes at once in the first round."""
         wait(self.empty + stage, parity ^ 1, self.probes[1])

@@ -1,18 +1,20 @@
 """GDN prefill from records: the serial chain over chunks, for sequences and heads that do not fill the chip.
 
 `kernels/gdn_records.py` makes T', P and the vectors of every chunk, so a block spends its multiprocessor on the state alone.
-Mathematics, segments of long rows and bits are those of `kernels/gdn_prefill.py`. A block of two or three warpgroups stays on its
-multiprocessor and takes one chain (`device/gdn_chains.py`) of a value head, or half of one (`slabs` = 1), after another:
+Mathematics, segments of long rows and bits are those of `kernels/gdn_prefill.py`. A block of three or four warpgroups stays on
+its multiprocessor and takes one chain (`device/gdn_chains.py`) of a value head, or half of one (`slabs` = 1), after another:
 
-    state x slabs    64 V rows each (`device/prefill_state.py`): S K^T and S Q^T are issued together, X is found behind the
-                     second; then V', V' P^T and the update, behind which the output is stored over the chunk's V tile
+    state x slabs    64 V rows each (`device/prefill_state.py`): S K^T; half of S Q^T, behind which X is found; V'; the other
+                     half, behind which V' is rounded; half of the update, behind which O is scaled; V' P^T; the rest of the
+                     update, behind which the output is stored over the chunk's V tile and the next chunk looked for
+    data: keys x 4   K' = r_j 2^(G_C - G_j) k_j; rows of a short chunk beyond its end are zeroed in K and V
     data: producer   items, chunk list, TMA of K, Q, V, bulk loads of records
-    data: keys x 2   K' = r_j 2^(G_C - G_j) k_j; rows of a short chunk beyond its end are zeroed in K and V
     data: output     finished rows to global memory
 
 Rings: *inputs* (K, Q, vectors; T', P of half a head; three deep) are full by TMA and seen by the key warps alone; these publish
-*ready* (K', two deep, with T', P of a whole head), after which everything of the chunk but V is there for the state: one wait
-a chunk and one for V. The state releases both. V stages carry a record of their own for the output warp, which frees them.
+*ready* (K', two deep, with T', P of a whole head), after which everything of the chunk but V is there for the state. Both are
+tested, not waited for, while the update runs. The state releases both. V stages carry a record of their own for the output
+warp, which frees them.
 
 **Launches.** First chains run beside the records kernel, each chunk behind its record's flag (`device/record_flags.py`), the
 transition launch of inner segments beside the first chains. Before the launches in front of it have ended, a block reads ids,
@@ -45,17 +47,8 @@ from ..device.gdn_records import (
     record_address,
     slot_of_position,
 )
-from ..device.prefill_gdn_rows import (
-    DECAY,
-    O_FACTOR,
-    REST,
-    VECTOR_BYTES,
-    X_FACTOR,
-    copy_output_rows,
-    rewrite_update_operand,
-    store_output_rows,
-    zero_rows,
-)
+from ..device.gdn_recurrence_rows import run_keys, run_output
+from ..device.prefill_gdn_rows import DECAY, O_FACTOR, VECTOR_BYTES, X_FACTOR
 from ..device.prefill_layout import (
     CHUNK,
     HEAD,
@@ -71,22 +64,27 @@ from ..device.prefill_schedule import next_chunk, next_row
 from ..device.prefill_state import (
     as_left_operand,
     contract,
+    contract_half,
+    contract_triangle,
+    find_values,
+    halves_as_left_operand,
     identity_state,
     load_state,
-    load_values,
-    output_words,
+    packed_halves,
     prefetch_state,
-    scale_columns,
+    scale_into_halves,
     scale_state,
     state_mma,
     store_output_tile,
     store_state,
+    token_halves,
 )
 from ..device.prefill_sync import Bundle, Ring, advance, read_record, write_record
 from ..device.record_flags import join, leave, published
-from ..device.warp_ops import load_shared, pick, store_shared, unpack_bf16
+from ..device.warp_ops import load_shared, pack_bf16, pick, store_shared, unpack_bf16
 
-REGISTERS = {2: (224, 56), 1: (248, 104)}  # a thread of state and data
+REGISTERS = {2: (216, 40), 1: (248, 104)}  # a thread of state and data
+KEY_WARPS = 4  # of eight data warps
 VALUE_STAGES = {2: 3, 1: 4}
 PAIR_STAGES = {2: WORK_STAGES, 1: INPUT_STAGES}  # T', P: with K' of a whole head, with K and Q of half a head
 BLOCKS = {2: 132, 1: 66}  # heads at work at once
@@ -98,7 +96,7 @@ class GdnRecurrence:
 
     def __init__(self, key):
         self.key, self.slabs = key, key.slabs
-        self.threads = 128 * (key.slabs + 1)
+        self.threads = 128 * (key.slabs + 2)
         self.value_bytes = key.slabs * TILE_BYTES
         # Without queries the transition loads neither Q nor P.
         self.input_bytes = OPERAND_BYTES * (1 if key.transition else 2) + KEPT_BYTES
@@ -148,8 +146,8 @@ class GdnRecurrence:
         tma_out, gOut = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), mOut, value_box, (CHUNK, width))
         k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
         read_mma = state_mma(BFloat16, CHUNK, k_major, slabs)
-        token_mma = state_mma(Float16, CHUNK, k_major, slabs)
-        update_mma = state_mma(Float16, HEAD, mn_major, slabs)
+        token_mma = state_mma(Float16, CHUNK // 2, k_major, slabs)
+        update_mma = state_mma(Float16, HEAD // 2, mn_major, slabs)
 
         @cute.struct
         class Storage:
@@ -261,17 +259,18 @@ class GdnRecurrence:
             )  # fmt: skip
         else:
             cute.arch.setmaxregister_decrease(data)
-            if warp == 4 * slabs:
+            place = warp - 4 * slabs
+            if place < KEY_WARPS:
+                run_keys(shared, CHUNK // KEY_WARPS * place, CHUNK // KEY_WARPS, lane)
+            elif place == KEY_WARPS:
                 self.run_producer(
                     shared, item, blocks // (3 - slabs), slab, lane, tma_q, gQ, tma_k, gK, tma_v, gV, sQ, sK, sV, mPool,
                     mReadIds, mWriteIds, mCuSeqlens, mKeptCu, mKeptEnds, mKeptSlots, mRecords, hk, hv, num_slots,
                     has_checkpoints, min_tokens, long_rows, long_length, parts, inner,
                 )  # fmt: skip
-            elif warp < 4 * slabs + 3:
-                self.run_keys(shared, 32 * (warp - 4 * slabs - 1), lane)
-            else:
+            elif place == KEY_WARPS + 1:
                 if cutlass.const_expr(not self.key.transition):
-                    self.run_output(shared, lane, tma_out, gOut, sV, mOut)
+                    run_output(shared, lane, tma_out, gOut, sV, mOut)
         leave()
 
     def bundle(self, storage):
@@ -281,7 +280,7 @@ class GdnRecurrence:
         state, value_stages = 4 * self.slabs, VALUE_STAGES[self.slabs]
         for stages, producers, consumers in (
             (INPUT_STAGES, 1, state),  # K, Q, vectors, chunk record; T', P of half a head
-            (WORK_STAGES, 2 if self.slabs == 1 else 3, state),  # K'; T', P of a whole head
+            (WORK_STAGES, KEY_WARPS + self.slabs - 1, state),  # K'; T', P of a whole head
             (value_stages, 1, state if self.key.transition else 1),  # V, empty when its output has gone
             (value_stages, state, 1),  # output, full only
         ):
@@ -289,6 +288,7 @@ class GdnRecurrence:
             used += 2 * stages
         inputs, ready, v, output = rings
         return Bundle(
+            slabs=self.slabs, value_bytes=self.value_bytes,
             rings=rings, inputs=inputs, ready=ready, v=v, output=output,
             records=storage.records.data_ptr().toint(),
             outputs=storage.outputs.data_ptr().toint(),
@@ -424,55 +424,6 @@ class GdnRecurrence:
             )
 
     @cute.jit
-    def run_keys(self, shared, first, lane):
-        """K' of 32 key rows from `first` on of every chunk."""
-        stage, parity, work, work_parity = Int32(0), Int32(0), Int32(0), Int32(0)
-        stage_v, parity_v = Int32(0), Int32(0)
-        shared.inputs.wait_full(stage, parity)
-        record = read_record(shared.records, stage)
-        while (record[Field.FLAGS] & Flag.STOP) == 0:
-            count = record[Field.COUNT]
-            k_tile = shared.k_base + stage * OPERAND_BYTES
-            if count < CHUNK:
-                zero_rows(k_tile, first, 32, count, lane)
-                shared.v.wait_full(stage_v, parity_v)
-                zero_rows(shared.v_base + stage_v * self.value_bytes, first, 32, count, lane, self.slabs)
-            factor = load_shared(shared.vector_base + stage * VECTOR_BYTES + REST + (first + lane) * 4, 1)
-            shared.ready.wait_empty(work, work_parity)
-            rewrite_update_operand(k_tile, shared.u_base + work * OPERAND_BYTES, first, 32, lane, factor)
-            shared.ready.publish_to_async(work)
-            stage, parity = advance(stage, parity, INPUT_STAGES)
-            stage_v, parity_v = advance(stage_v, parity_v, VALUE_STAGES[self.slabs])
-            work, work_parity = advance(work, work_parity, WORK_STAGES)
-            shared.inputs.wait_full(stage, parity)
-            record = read_record(shared.records, stage)
-        shared.ready.wait_empty(work, work_parity)
-        shared.ready.publish(work)
-
-    @cute.jit
-    def run_output(self, shared, lane, tma_out, gOut, sV, mOut):
-        """Finished output rows of every chunk to global memory."""
-        stage, parity = Int32(0), Int32(0)
-        shared.output.wait_full(stage, parity)
-        token, column, count = self.read_output(shared, stage)
-        while count >= 0:
-            cute.arch.fence_view_async_shared()
-            if count == CHUNK:
-                store_output_rows(tma_out, gOut, sV, self.slabs, token, column, stage)
-            else:
-                copy_output_rows(shared.v_base + stage * self.value_bytes, self.slabs, mOut, token, count, column, lane)
-                cute.arch.fence_view_async_shared()
-            shared.v.release(stage)
-            stage, parity = advance(stage, parity, VALUE_STAGES[self.slabs])
-            shared.output.wait_full(stage, parity)
-            token, column, count = self.read_output(shared, stage)
-
-    def read_output(self, shared, stage):
-        """(token, column, count) of a V stage's output; count -1 at the end."""
-        words = load_shared(shared.outputs + stage * 16, 4, Int32)
-        return [cute.arch.make_warp_uniform(word) for word in words[:3]]
-
-    @cute.jit
     def run_state(
         self, shared, tidx, warp, lane, group, slab, mPool, mWork, num_slots, sK, sQ, sU, sT, sP, read_mma, token_mma, update_mma
     ):  # fmt: skip
@@ -495,82 +446,103 @@ class GdnRecurrence:
         stage, work, work_parity = Int32(0), Int32(0), Int32(0)
         stage_v, parity_v = Int32(0), Int32(0)
         S.fill(0.0)
+        values, factors = (cute.make_rmem_tensor(cute.make_layout(16), dtype) for dtype in (Uint32, Float32))
+        values.fill(0)
+        factors.fill(0.0)
         shared.ready.wait_full(work, work_parity)
         record = read_record(shared.records, stage)
+        found = Int32(0)  # V and its factors are in registers
         while (record[Field.FLAGS] & Flag.STOP) == 0:
             flags, head = record[Field.FLAGS], record[Field.HEAD]
             vector = shared.vector_base + stage * VECTOR_BYTES
             tile = own_values + stage_v * self.value_bytes
             pair = stage if cutlass.const_expr(self.slabs == 1) else work
-            if (flags & Flag.FIRST) != 0:
-                self.start_state(S, mPool, mWork, record, num_slots, row, column)
-            shared.v.wait_full(stage_v, parity_v)
-            # Loaded here and the decay below, no load or product with S stands between the steps of S K^T.
-            values = load_values(tile, vector + X_FACTOR, warp, lane)
+            if ((flags & Flag.FIRST) != 0) | (found == 0):
+                if (flags & Flag.FIRST) != 0:
+                    self.start_state(S, mPool, mWork, record, num_slots, row, column)
+                if found == 0:
+                    shared.v.wait_full(stage_v, parity_v)
+                    find_values(values, factors, tile, vector + X_FACTOR, warp, lane)
             left_s = as_left_operand(S, read_shape, BFloat16)
             warpgroup.fence()
             contract(read_mma, Y, left_s, right_k, stage, HEAD // 16, False)
             warpgroup.commit_group()
             if cutlass.const_expr(not self.key.transition):
-                contract(read_mma, O, left_s, right_q, stage, HEAD // 16, False)
+                contract(read_mma, O, left_s, right_q, stage, HEAD // 32, False)
                 warpgroup.commit_group()
             warpgroup.wait_group(0 if self.key.transition else 1)
-            self.subtract(Y, values, (flags & Flag.IDENTITY) != 0)
+            self.subtract(Y, values, factors, (flags & Flag.IDENTITY) != 0)
             left_x = as_left_operand(Y, token_shape, Float16)
             warpgroup.fence()
-            contract(token_mma, Y, left_x, right_t, pair, CHUNK // 16, False)
+            V = token_halves()
+            contract_triangle(token_mma, V, left_x, right_t, pair, False)
             warpgroup.commit_group()
-            scale_state(S, load_shared(vector + DECAY, 1))
             if cutlass.const_expr(not self.key.transition):
-                warpgroup.wait_group(1)
-                scale_columns(O, vector + O_FACTOR, lane)
-            warpgroup.wait_group(0)
-            left_v = as_left_operand(Y, token_shape, Float16)
-            warpgroup.fence()
-            if cutlass.const_expr(not self.key.transition):
-                contract(token_mma, O, left_v, right_p, pair, CHUNK // 16, True)
+                contract(read_mma, O, left_s, right_q, stage, HEAD // 16, True, HEAD // 32)
                 warpgroup.commit_group()
-            contract(update_mma, S, left_v, right_u, work, CHUNK // 16, True)
+            scale_state(S, load_shared(vector + DECAY, 1))
+            warpgroup.wait_group(0 if self.key.transition else 1)
+            left_v = halves_as_left_operand(V, token_shape)
+            warpgroup.fence()
+            contract_half(update_mma, S, left_v, right_u, work, 0)
             warpgroup.commit_group()
-            if cutlass.const_expr(self.key.transition):
-                shared.v.release(stage_v)
-            else:
-                # The output is stored while the update runs.
+            if cutlass.const_expr(not self.key.transition):
                 warpgroup.wait_group(1)
-                store_output_tile(output_words(O), Int32(1), tile, warp, lane)
+                halves = token_halves()
+                scale_into_halves(halves, O, vector + O_FACTOR, lane)
+                warpgroup.fence()
+                contract_triangle(token_mma, halves, left_v, right_p, pair, True)
+                warpgroup.commit_group()
+            contract_half(update_mma, S, left_v, right_u, work, 1)
+            warpgroup.commit_group()
+            # The next chunk is looked for while the update runs, without a branch: where it is not there yet, this chunk's own
+            # stages are read again.
+            next_stage, _ = advance(stage, Int32(0), INPUT_STAGES)
+            next_v, next_parity_v = advance(stage_v, parity_v, VALUE_STAGES[self.slabs])
+            next_work, next_parity = advance(work, work_parity, WORK_STAGES)
+            there = shared.ready.test_full(next_work, next_parity) & shared.v.test_full(next_v, next_parity_v)
+            found = pick(there, Int32(1), Int32(0))
+            seen, seen_v = pick(found != 0, next_stage, stage), pick(found != 0, next_v, stage_v)
+            next_record = read_record(shared.records, seen)
+            next_vector = shared.vector_base + seen * VECTOR_BYTES + X_FACTOR
+            find_values(values, factors, own_values + seen_v * self.value_bytes, next_vector, warp, lane)
+            if cutlass.const_expr(not self.key.transition):
+                warpgroup.wait_group(1)
+                store_output_tile(packed_halves(halves, pack_bf16), Int32(1), tile, warp, lane)
                 shared.output.publish(stage_v)
             warpgroup.wait_group(0)
             shared.inputs.release(stage)
             shared.ready.release(work)
             if cutlass.const_expr(self.key.transition):
-                if (flags & Flag.LAST) != 0:
-                    store_state(S, mWork, record[Field.WRITE], Int32(WORK_LIMIT), head, row, column)
-            else:
-                store_state(S, mPool, record[Field.CHECKPOINT], num_slots, head, row, column)
-                if (flags & Flag.HANDS_ON) != 0:
-                    store_state(S, mWork, record[Field.WRITE], Int32(WORK_LIMIT), head, row, column)
-                elif (flags & Flag.LAST) != 0:
-                    store_state(S, mPool, record[Field.WRITE], num_slots, head, row, column)
-            stage, _ = advance(stage, Int32(0), INPUT_STAGES)
-            stage_v, parity_v = advance(stage_v, parity_v, VALUE_STAGES[self.slabs])
-            work, work_parity = advance(work, work_parity, WORK_STAGES)
-            shared.ready.wait_full(work, work_parity)
-            record = read_record(shared.records, stage)
+                shared.v.release(stage_v)
+            ends = flags & (Flag.LAST | Flag.HANDS_ON)
+            if (record[Field.CHECKPOINT] >= 0) | (ends != 0) | (found == 0):
+                if cutlass.const_expr(self.key.transition):
+                    if ends != 0:
+                        store_state(S, mWork, record[Field.WRITE], Int32(WORK_LIMIT), head, row, column)
+                else:
+                    store_state(S, mPool, record[Field.CHECKPOINT], num_slots, head, row, column)
+                    if (flags & Flag.HANDS_ON) != 0:
+                        store_state(S, mWork, record[Field.WRITE], Int32(WORK_LIMIT), head, row, column)
+                    elif ends != 0:
+                        store_state(S, mPool, record[Field.WRITE], num_slots, head, row, column)
+                if found == 0:
+                    shared.ready.wait_full(next_work, next_parity)
+                    next_record = read_record(shared.records, next_stage)
+            stage, stage_v, parity_v = next_stage, next_v, next_parity_v
+            work, work_parity, record = next_work, next_parity, next_record
         if cutlass.const_expr(not self.key.transition):
             shared.output.publish(stage_v)
 
-    def subtract(self, Y, values, identity):
+    def subtract(self, Y, values, factors, identity):
         """Y <- V^T - factor Y; without V where the state starts as the identity. V is zero beyond a short chunk's end."""
-        words, factors = values
-        for n in range(8):
-            for r in range(2):
-                word = words[n // 2][2 * (n % 2) + r]
-                if self.key.transition:
-                    word = pick(identity, Uint32(0), word)
-                v = unpack_bf16(word)
-                for e in range(2):
-                    i = 4 * n + 2 * r + e
-                    Y[i] = v[e] - factors[n][e] * Y[i]
+        for i in range(16):
+            word = values[i]
+            if self.key.transition:
+                word = pick(identity, Uint32(0), word)
+            v = unpack_bf16(word)
+            for e in range(2):
+                Y[2 * i + e] = v[e] - factors[2 * (i // 2) + e] * Y[2 * i + e]
 
     @cute.jit
     def start_state(self, S, mPool, mWork, record, num_slots, row, column):
