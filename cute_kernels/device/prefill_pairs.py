@@ -221,7 +221,6 @@ def run_pairs(shared, tidx, index, warp, lane, l2norm, sK, sQ, pair_mma, transit
             multiply(pair_mma, qk, left_q, right_k, stage)
         solve_halves(scratch, link, lower, t_tile, vector + BETA, warp, lane)
         shared.solved.publish(index)
-        shared.pairs.publish_to_async(work)
         next_stage, next_parity = stage, parity
         for _ in cutlass.range_constexpr(groups):
             next_stage, next_parity = advance(next_stage, next_parity, INPUT_STAGES)
@@ -238,8 +237,8 @@ def run_pairs(shared, tidx, index, warp, lane, l2norm, sK, sQ, pair_mma, transit
             # Found again: there are no registers to keep them in.
             rows, diagonal = pair_factors(vector, warp, lane)
             write_weights(qk, vector, rows, diagonal, p_tile, warp, lane)
-            shared.weights.publish_to_async(work)
         shared.inputs.release(stage)
+        shared.pairs.publish_to_async(work)
         for _ in cutlass.range_constexpr(groups):
             work, work_parity = advance(work, work_parity, WORK_STAGES)
         stage, parity = next_stage, next_parity

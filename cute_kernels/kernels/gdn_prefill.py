@@ -17,8 +17,8 @@ the head; 1: half of them (slab `block % 2`), with the same bits:
     data                 items (`device/prefill_schedule.py`), chunk list, TMA, gates, query norms, K', output rows
                          (`device/prefill_gdn_rows.py`), the rest of the inverse (`prefill_gdn_inverse.py`); 4 warps, of half
                          a head 8
-The producer fills *inputs* (K, Q, record, gates), pairs publish *keys* (key vectors), *solved* and *pairs* (diagonal blocks)
-and *weights* (P), data warps *queries* and *pairs* (K', the rest of T'); state waits for these and for V. Its slabs take turns
+The producer fills *inputs* (K, Q, record, gates), pairs publish *keys* (key vectors), *solved* (diagonal blocks) and *pairs*
+(these and P), data warps *queries* and *pairs* (K', the rest of T'); state waits for these and for V. Its slabs take turns
 at the products behind V' (`prefill_turns.py`). It stores a chunk's output over the chunk's V tile while the next chunk's first
 product runs. Rows of a short chunk beyond its end may hold a neighbour's tokens, even NaN: the pairs role zeroes q and k there
 before a product reads them, v is selected away.
@@ -169,7 +169,7 @@ class GdnPrefill:
 
         @cute.struct
         class SharedStorage:
-            barriers: cute.struct.MemRange[cutlass.Int64, 2 * (6 * INPUT_STAGES + 2 * WORK_STAGES + 3 - self.slabs)]
+            barriers: cute.struct.MemRange[cutlass.Int64, 2 * (6 * INPUT_STAGES + WORK_STAGES + 3 - self.slabs)]
             records: cute.struct.Align[cute.struct.MemRange[Int32, INPUT_STAGES * RECORD_WORDS], 16]
             vectors: cute.struct.Align[cute.struct.MemRange[Float32, INPUT_STAGES * VECTOR_BYTES // 4], 128]
             lower: cute.struct.Align[cute.struct.MemRange[Float16, (3 - self.slabs) * CHUNK * LOWER_PITCH // 2], 128]
@@ -341,8 +341,7 @@ class GdnPrefill:
             (INPUT_STAGES, 1, 1 if stores else state),  # V: full by TMA, empty when its output has gone
             (INPUT_STAGES, 4, 1),  # key vectors, full only; empty with the inputs, as are the next
             (INPUT_STAGES, queries, 1),  # query vectors
-            (WORK_STAGES, 4 + columns, state),  # T' and K'
-            (WORK_STAGES, 4, 1),  # P, full only; empty with these
+            (WORK_STAGES, 4 + columns, state),  # T', P and K'
             (INPUT_STAGES, state, 1),  # output, full only
             (INPUT_STAGES, 1, 1),  # chunk record for the gates' warp of half a head, full only
             # triangular work matrix: diagonal blocks inverted, T' finished
@@ -351,10 +350,10 @@ class GdnPrefill:
             probe = (self.key.debug, len(rings), log) if self.key.debug else None
             rings.append(Ring(barriers + used, stages, producers, consumers, probe))
             used += 2 * stages
-        inputs, v, keys, queries, pairs, weights, output, begun, solved = rings
+        inputs, v, keys, queries, pairs, output, begun, solved = rings
         return Bundle(
             slabs=self.slabs, value_bytes=self.slabs * TILE_BYTES,
-            rings=rings, inputs=inputs, v=v, keys=keys, queries=queries, pairs=pairs, weights=weights, output=output,
+            rings=rings, inputs=inputs, v=v, keys=keys, queries=queries, pairs=pairs, output=output,
             begun=begun, solved=solved,
             records=storage.records.data_ptr().toint(),
             vector_base=storage.vectors.data_ptr().toint(),
@@ -523,8 +522,6 @@ class GdnPrefill:
             scale_state(S, decay)
             warpgroup.wait_group(0)
             left_v = as_left_operand(Y, token_shape, Float16)
-            if cutlass.const_expr(not self.key.transition):
-                shared.weights.wait_full(work, work_parity)
             take_turn(group, self.slabs)
             warpgroup.fence()
             if cutlass.const_expr(not self.key.transition):
