@@ -113,7 +113,11 @@ def launch_chunked(
         if long_rows:
             recur(True, recurrence_slabs(inner, hv * rows * (3 - first)), 0)
             compose(heads)
-            recur(False, recurrence_slabs(heads * (parts - 1)), 1)
+            if slabs or long_rows == 1:
+                recur(False, recurrence_slabs(hv * (parts - 1)), 1)
+            else:  # halves for one long row, wholes for more: the lengths say which launch works
+                recur(False, 1, 2)
+                recur(False, 2, 2)
         return
     # As if all rows were of one length: what is known without reading it.
     chains = rows * (parts if long_rows == rows else 1)

@@ -2,7 +2,7 @@
 
 **Chains** of the recurrence. A row that is not cut, and the first segment of one that is, start from the pool: they run first,
 beside the launch that finds what inner segments do to a state (from zero, N, and from the identity, A). When these are
-composed, the other segments run (`find_chain`).
+composed, the other segments run (`prefill_schedule.find_work`).
 
 **Order of need** of the records. Chunks go by the steps that are left to their row, the most first, across rows and within a
 step across heads. A *unit* is one chunk with some value heads.
@@ -16,8 +16,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from .kda_layout import first_slot
-from .prefill_layout import CHUNK, Flag
-from .prefill_schedule import count_long_rows, segment_bounds
+from .prefill_layout import CHUNK
 from .warp_ops import load_shared, store_shared
 
 ROWS = 32  # at most, one a lane
@@ -167,46 +166,3 @@ def span_of_unit(table: Int32, own: Int32, unit: Int32, heads: Int32, together: 
         chunk, head, count = single // heads + ahead, (rest - ahead * units) * together, together
     row, place = place_of_chunk(table, chunk, steps, lane)
     return row, place, head, count
-
-
-@cute.jit
-def find_chain(
-    row: Int32,
-    place: Int32,
-    lane: Int32,
-    mReadIds: cute.Tensor,
-    mWriteIds: cute.Tensor,
-    mCuSeqlens: cute.Tensor,
-    long_length: Int32,
-    parts: Int32,
-    inner: Int32,
-    transition: cutlass.Constexpr,
-):
-    """First flags (STOP: nothing to do), bounds in the sequence, slots, and last chunk's flags of a row's chain of a place.
-
-    In a transition launch places are (N, A) of each inner segment; otherwise the segments behind the first one, or, where `inner`
-    is 0, the row or its first segment.
-    """
-    flags = Int32(int(Flag.FIRST))
-    length = mCuSeqlens[row + 1] - mCuSeqlens[row]
-    position, stop, last_flag = Int32(0), length, Int32(int(Flag.LAST))
-    read, write = mReadIds[row], mWriteIds[row]
-    if length >= long_length:
-        base = 2 * count_long_rows(mCuSeqlens, row, long_length, lane) * (parts - 1)
-        segment = inner + place
-        if cutlass.const_expr(transition):
-            segment = 1 + place // 2
-        position, stop = segment_bounds(length, segment, parts)
-        if cutlass.const_expr(transition):
-            read, write = Int32(-1), base + 2 * segment + place % 2
-            flags = flags | (Flag.IDENTITY if place % 2 != 0 else 0)
-        else:
-            if segment > 0:
-                read = base + 2 * (segment - 1)
-                flags = flags | Flag.WORKSPACE
-            if stop < length:
-                write = base
-                last_flag = Int32(int(Flag.LAST | Flag.HANDS_ON)) if segment == 0 else Int32(0)
-        if position >= stop:
-            flags = Int32(int(Flag.STOP))
-    return flags, position, stop, read, write, last_flag

@@ -89,6 +89,19 @@ def count_long_rows(mCu: cute.Tensor, row: Int32, long_length: Int32, lane: Int3
 
 
 @cute.jit
+def leave_idle(idle, block: Int32):
+    """All threads of a block: end it where it has nothing to do, block 0 behind the launch in front of this one.
+
+    So this launch ends behind that one, and what waits for it finds both complete. Other idle blocks wait for nothing.
+    """
+    if idle:
+        cute.arch.griddepcontrol_launch_dependents()
+        if block == 0:
+            cute.arch.griddepcontrol_wait()
+        cute.arch.inline_ptx("exit;")
+
+
+@cute.jit
 def next_row(
     rank: Int32,
     mCu: cute.Tensor,
@@ -163,15 +176,20 @@ def find_work(
     long_length: Int32,
     parts: Int32,
     transition: cutlass.Constexpr,
+    hands_on: cutlass.Constexpr,
 ):
-    """First flags (STOP: nothing to do), bounds in the sequence, slots, and last chunk's flag of a row's item of a place."""
+    """First flags (STOP: nothing to do), bounds in the sequence, slots, and last chunk's flags of a row's item of a place.
+
+    Places of a transition are the end of the first segment, then (state from zero, transition) of each inner one; others are
+    segments. With `hands_on` a first segment starts from the pool and leaves its end to the next one; otherwise a transition has
+    found that, and kept the start.
+    """
     flags = Int32(int(Flag.FIRST))
     length = mCuSeqlens[row + 1] - mCuSeqlens[row]
     position, stop, last_flag = Int32(0), length, Int32(int(Flag.LAST))
     read, write = mReadIds[row], mWriteIds[row]
     if length >= long_length:
         base = 2 * count_long_rows(mCuSeqlens, row, long_length, lane) * (parts - 1)
-        # Of a transition: the end of the first segment, then (state from zero, transition) of each inner one.
         segment = (place + 1) // 2 if transition else place
         position, stop = segment_bounds(length, segment, parts)
         if cutlass.const_expr(transition):
@@ -184,10 +202,14 @@ def find_work(
                     write += 1
                     flags = flags | Flag.IDENTITY
         else:
-            read = base + 1 if place == 0 else base + 2 * (place - 1)
-            flags = flags | Flag.WORKSPACE
+            if (segment > 0) | (not hands_on):
+                read = base + 2 * (segment - 1) if segment > 0 else base + 1
+                flags = flags | Flag.WORKSPACE
             if stop < length:
                 last_flag = Int32(0)
+                if cutlass.const_expr(hands_on):
+                    write = base
+                    last_flag = Int32(int(Flag.LAST | Flag.HANDS_ON)) if segment == 0 else Int32(0)
         if position >= stop:
             flags = Int32(int(Flag.STOP))
     return flags, position, stop, read, write, last_flag

@@ -56,7 +56,7 @@ def publish_bulk(address):
 
 
 def join():
-    """First of all in a block of the recurrence: one thread, before a block barrier."""
+    """First of all in a block of the recurrence: one thread, before a block barrier, or all before they read."""
     cute.arch.fence_acq_rel_gpu()
 
 

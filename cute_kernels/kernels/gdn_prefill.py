@@ -79,7 +79,7 @@ from ..device.prefill_layout import (
 )
 from ..device.prefill_loads import load_tile, prefetch_first
 from ..device.prefill_pairs import run_pairs
-from ..device.prefill_schedule import find_work, next_chunk, next_row
+from ..device.prefill_schedule import count_long_rows, find_work, leave_idle, next_chunk, next_row
 from ..device.prefill_state import (
     as_left_operand,
     clear_tile_columns,
@@ -245,9 +245,12 @@ class GdnPrefill:
         update_layout: cute.ComposedLayout,
         pair_layout: cute.ComposedLayout,
     ):
-        cute.arch.griddepcontrol_launch_dependents()  # short rows of the same call may run beside these
         tidx, _, _ = cute.arch.thread_idx()
         item, _, _ = cute.arch.block_idx()
+        if cutlass.const_expr(self.key.transition):
+            found = count_long_rows(mCuSeqlens, cute.size(mReadIds), long_length, tidx % 32)
+            leave_idle(item // (3 - self.slabs) >= found * (2 * parts - 3) * hv, item)
+        cute.arch.griddepcontrol_launch_dependents()  # short rows of the same call may run beside these
         blocks, _, _ = cute.arch.grid_dim()
         storage = cutlass.utils.SmemAllocator().allocate(self.storage_type)
         sK = storage.sK.get_tensor(input_layout.outer, swizzle=input_layout.inner)
@@ -390,8 +393,8 @@ class GdnPrefill:
             flags, position, stop, read, write, last_flag = (Int32(int(Flag.STOP)), *(Int32(0) for _ in range(5)))
             if sequence >= 0:
                 flags, position, stop, read, write, last_flag = find_work(
-                    sequence, place, lane, mReadIds, mWriteIds, mCuSeqlens, long_length, parts, self.key.transition
-                )
+                    sequence, place, lane, mReadIds, mWriteIds, mCuSeqlens, long_length, parts, self.key.transition, False,
+                )  # fmt: skip
             turn += 1
             head = dealt % hv
             entry, entry_end, start = Int32(0), Int32(0), Int32(0)

@@ -20,12 +20,14 @@ warp, which frees them.
 transition launch of inner segments beside the first chains. Before the launches in front of it have ended, a block reads ids,
 bounds, kept states, K, Q, V and the pool, which these do not write (first chains hand states on to the workspace, which only the
 later launches read), and writes outputs, the pool and the workspace, which they do not read: first chains and transitions write
-other slots of it. Inner segments start from composed states, so their launch waits at once. All end behind what they overlap.
+other slots of it. Inner segments start from composed states, so their launch waits at once. All end behind what they overlap;
+blocks that lengths leave without an item end at once, all but one.
 
 Arguments of the compiled function, in order: q, k, v, pool, read_ids, write_ids, cu_seqlens, checkpoint_cu, checkpoint_ends,
 checkpoint_slots, out, work as in `kernels/gdn_prefill.py`, and
     records [slots * HV, RECORD_BYTES / 4]   int32
-    hk, hv, num_slots, has_checkpoints, min_tokens, long_rows, long_length, parts, inner   int32; inner: 1 behind composed states
+    hk, hv, num_slots, has_checkpoints, min_tokens, long_rows, long_length, parts, inner   int32; inner: 1 behind composed states,
+                                             2 where lengths say whether halves or wholes work
 """
 
 import cutlass
@@ -36,7 +38,6 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from ..compile.cache import cute_compile
 from ..compile.fake import fake_ids, fake_matrix, fake_pool, fake_rows, fake_stream, fake_vector
 from ..configs.gdn_records import RECORD_BYTES
-from ..device.gdn_chains import find_chain
 from ..device.gdn_records import (
     FLAG_OFFSET,
     KEPT_BYTES,
@@ -60,7 +61,7 @@ from ..device.prefill_layout import (
     Field,
     Flag,
 )
-from ..device.prefill_schedule import next_chunk, next_row
+from ..device.prefill_schedule import count_long_rows, find_work, leave_idle, next_chunk, next_row
 from ..device.prefill_state import (
     as_left_operand,
     contract,
@@ -88,6 +89,7 @@ KEY_WARPS = 4  # of eight data warps
 VALUE_STAGES = {2: 3, 1: 4}
 PAIR_STAGES = {2: WORK_STAGES, 1: INPUT_STAGES}  # T', P: with K' of a whole head, with K and Q of half a head
 BLOCKS = {2: 132, 1: 66}  # heads at work at once
+CHOSEN = 2  # `inner` of a launch that halves and wholes are both made of: lengths say which one works
 WORK_LIMIT = 1 << 30  # every slot of the workspace is a slot
 
 
@@ -163,26 +165,25 @@ class GdnRecurrence:
             sP: cute.struct.Align[cute.struct.MemRange[Float16, cute.cosize(pair_layout)], 1024]
 
         self.storage = Storage
-        items = hv * self.groups(cute.size(mReadIds), long_rows, parts, inner)
+        # Chains keep their multiprocessors; beside first ones a transition is a block, which the chip takes as it gets free.
+        if cutlass.const_expr(self.key.transition):
+            items = hv * long_rows * (2 * parts - 4)
+        else:
+            chains = long_rows * (parts - 1) if inner != 0 else cute.size(mReadIds)
+            items = cutlass.min(hv * chains, Int32(BLOCKS[slabs]))
         self.kernel.set_name_prefix(self.key.symbol(), remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(
             tma_q, gQ, tma_k, gK, tma_v, gV, tma_out, gOut, mPool, mReadIds, mWriteIds, mCuSeqlens, mKeptCu, mKeptEnds,
             mKeptSlots, mOut, mWork, mRecords, hk, hv, num_slots, has_checkpoints, min_tokens, long_rows, long_length, parts,
             inner, read_mma, token_mma, update_mma, input_layout, value_layout, update_layout, pair_layout,
         ).launch(
-            grid=[(3 - slabs) * cutlass.min(items, Int32(BLOCKS[slabs])), 1, 1],
+            grid=[(3 - slabs) * items, 1, 1],
             block=[self.threads, 1, 1],
             max_number_threads=[self.threads, 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
             use_pdl=True,
         )  # fmt: skip
-
-    def groups(self, rows, long_rows, parts, inner):
-        """Chains a head, as many as shapes allow."""
-        if self.key.transition:
-            return long_rows * (2 * parts - 4)
-        return inner * long_rows * (parts - 1) + (1 - inner) * rows
 
     @cute.kernel
     def kernel(
@@ -226,6 +227,13 @@ class GdnRecurrence:
         tidx, _, _ = cute.arch.thread_idx()
         item, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
+        if (inner != 0) | self.key.transition:
+            join()
+            found = count_long_rows(mCuSeqlens, cute.size(mReadIds), long_length, tidx % 32)
+            items = hv * found * (2 * parts - 4 if self.key.transition else parts - 1)
+            other_form = (inner == CHOSEN) & ((items <= BLOCKS[1]) != (slabs == 1))
+            leave_idle((item // (3 - slabs) >= items) | other_form, item)
+            inner = cutlass.min(inner, 1)
         storage = cutlass.utils.SmemAllocator().allocate(self.storage)
         sK = storage.sK.get_tensor(input_layout.outer, swizzle=input_layout.inner)
         sQ = storage.sQ.get_tensor(input_layout.outer, swizzle=input_layout.inner)
@@ -242,8 +250,8 @@ class GdnRecurrence:
         cute.arch.sync_threads()
         if inner != 0:  # start states are in the workspace
             cute.arch.griddepcontrol_wait()
-        elif long_rows > 0:  # what inner segments do to a state is found beside the first ones
-            cute.arch.griddepcontrol_launch_dependents()
+        # Beside first chains it is found what inner segments do to a state, beside the last launch short rows run.
+        cute.arch.griddepcontrol_launch_dependents()
         warp = cute.arch.make_warp_uniform(tidx // 32)
         lane = tidx % 32
         group = cute.arch.make_warp_uniform(tidx // 128)
@@ -311,10 +319,10 @@ class GdnRecurrence:
         stage, parity, work, work_parity = Int32(0), Int32(0), Int32(0), Int32(0)
         stage_v, parity_v = Int32(0), Int32(0)
         length_class, base, seen = Int32(0), Int32(0), Int32(0)
-        each, others = 2 * parts - 4, 0
+        each, others, first_place = 2 * parts - 4, 0, 1
         if cutlass.const_expr(not self.key.transition):
             long_length = long_length if long_rows > 0 else Int32(WORK_LIMIT)
-            each, others = (parts - 1 if inner != 0 else Int32(1)), 1 - inner
+            each, others, first_place = (parts - 1 if inner != 0 else Int32(1)), 1 - inner, inner
         chunk_slots = cute.size(mRecords, mode=[0]) // hv
         # Items are dealt out as in `kernels/gdn_prefill.py`.
         turn, mirrored = Int32(0), step - 1 - item
@@ -327,18 +335,10 @@ class GdnRecurrence:
             )  # fmt: skip
             flags, position, stop, read, write, last_flag = (Int32(int(Flag.STOP)), *(Int32(0) for _ in range(5)))
             if sequence >= 0:
-                flags, position, stop, read, write, last_flag = find_chain(
-                    sequence,
-                    place,
-                    lane,
-                    mReadIds,
-                    mWriteIds,
-                    mCuSeqlens,
-                    long_length,
-                    parts,
-                    inner,
-                    self.key.transition,
-                )
+                flags, position, stop, read, write, last_flag = find_work(
+                    sequence, place + first_place, lane, mReadIds, mWriteIds, mCuSeqlens, long_length, parts,
+                    self.key.transition, True,
+                )  # fmt: skip
             turn += 1
             head = dealt % hv
             entry, entry_end, start, slot = Int32(0), Int32(0), Int32(0), Int32(0)

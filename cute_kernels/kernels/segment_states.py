@@ -7,8 +7,8 @@ rows. The kernel may be launched while transitions run and waits for their end, 
 
 Arguments of the compiled function: work [slots, HV*128*128] fp32, cu_seqlens [N + 1] int32, hv, parts, long_rows, long_length
 int32. Of long row i and segment s, slot 2 (i (parts - 1) + s) holds N and the next one A; N of segment 0 is already the state
-after it. Afterwards the first slot of every segment holds the state after the segment. `long_rows` is what shapes allow; a block
-whose row the lengths do not bear out leaves at once.
+after it. Afterwards the first slot of every segment holds the state after the segment. `long_rows` is what shapes allow; blocks
+beyond the rows that the lengths bear out leave at once.
 """
 
 import cutlass
@@ -17,8 +17,10 @@ from cutlass import Float32, Int32
 
 from ..compile.cache import cute_compile
 from ..compile.fake import fake_pool, fake_stream, fake_vector
+from ..configs.prefill import MULTIPROCESSORS
 from ..device.prefill_layout import HEAD, STATE_ELEMENTS
-from ..device.prefill_schedule import find_long_row
+from ..device.prefill_schedule import count_long_rows, leave_idle
+from ..device.record_flags import join
 from ..device.state_io import row_ptr
 from ..device.warp_ops import load_shared, store_shared
 
@@ -52,9 +54,11 @@ class SegmentStates:
             ]  # rows, then sums exchanged
 
         self.storage = Storage
+        # A block takes a multiprocessor; further rows follow in the same blocks.
+        layers = cutlass.max(Int32(MULTIPROCESSORS) // (hv * (HEAD // self.rows)), Int32(1))
         self.kernel.set_name_prefix(self.key.symbol(), remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(mWork, mCu, parts, long_length).launch(
-            grid=[hv, HEAD // self.rows, long_rows],
+            grid=[hv, HEAD // self.rows, cutlass.min(long_rows, layers)],
             block=[THREADS, 1, 1],
             max_number_threads=[THREADS, 1, 1],
             min_blocks_per_mp=1,
@@ -64,14 +68,18 @@ class SegmentStates:
 
     @cute.kernel
     def kernel(self, mWork: cute.Tensor, mCu: cute.Tensor, parts: Int32, long_length: Int32):
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
         thread, _, _ = cute.arch.thread_idx()
         head, block, index = cute.arch.block_idx()
+        _, _, layers = cute.arch.grid_dim()
+        join()
+        found = count_long_rows(mCu, cute.size(mCu) - 1, long_length, thread % 32)
+        leave_idle(index >= found, head + block + index)
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
         storage = cutlass.utils.SmemAllocator().allocate(self.storage)
-        row = find_long_row(mCu, cute.size(mCu) - 1, index, long_length, thread % 32)
-        if row >= 0:
+        while index < found:
             self.compose(mWork, parts, thread, head, block, index, storage.state.data_ptr().toint())
+            index += layers
 
     @cute.jit
     def compose(self, mWork, parts, thread, head, block, index, buffer):

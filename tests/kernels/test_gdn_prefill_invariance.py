@@ -156,7 +156,7 @@ def bits_of(inputs, lengths, slots, dtype, read, write, kept, **options):
 
 
 def check_equal_forms(lengths, dtype, kept=None, hk=2, hv=4, read=None, write=None, **options):
-    """Records first or all in one launch, a whole head a block or half of one: every bit is the same."""
+    """Records first or all in one launch, a whole head a block, half of one or what lengths choose: every bit is the same."""
     n = len(lengths)
     inputs = delta_inputs("gdn", "trained", sum(lengths), hk, hv, device="cuda", seed=sum(lengths))
     read = torch.arange(n, dtype=torch.int32, device="cuda") if read is None else read
@@ -164,7 +164,7 @@ def check_equal_forms(lengths, dtype, kept=None, hk=2, hv=4, read=None, write=No
     slots = 2 * n + sum(len(row) for row in kept or ())
     arguments = (inputs, lengths, slots, dtype, read, write, kept)
     expected = bits_of(*arguments, records=False, slabs=2, **options)
-    for slabs in (1, 2):
+    for slabs in (1, 2, None):
         for one, other in zip(bits_of(*arguments, records=True, slabs=slabs, **options), expected):
             assert torch.equal(one, other)
 
@@ -214,13 +214,15 @@ def test_records_change_no_bit_where_blocks_leave_before_others(lengths, hk, hv)
     check_equal_forms(lengths, torch.float32, kept=kept, hk=hk, hv=hv)
 
 
-@pytest.mark.parametrize("slabs", [1, 2])
+@pytest.mark.parametrize("slabs", [1, 2, None])
 @pytest.mark.parametrize(
     ("lengths", "hk", "hv", "long_length"),
     [
         ([2048], 16, 32, 10**6),
         ([1024], 16, 48, 10**6),
         ([1000, 130, 0, 64, 5], 2, 8, 10**6),
+        ([1000, 130, 0, 64, 5], 2, 8, 1100),  # launches for long rows find none
+        ([1300, 1290, 40], 4, 16, 640),
         ([1300, 640, 70], 2, 8, 640),
         ([1300, 40], 4, 16, 640),
     ],
