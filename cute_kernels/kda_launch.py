@@ -54,7 +54,7 @@ def launch_chunked(
     """Run packed sequences on the current stream; the arguments are checked and there is at least one sequence.
 
     Rows of fewer than `min_tokens` tokens are left alone: nothing of theirs is written. Rows of `long_length` tokens or more run
-    in parts; how many there may be follows from shapes alone. A workspace of 65 KiB a chunk and head is taken from the caching
+    in parts; how many there may be follows from shapes alone. A workspace of 59 KiB a chunk and head is taken from the caching
     allocator and kept bounded: chunks go in several launches, between which a row's state is carried in fp32, or, where rows may
     run in parts, heads do. Rows in parts take 128 KiB more a head and inner segment. Where shapes say that it ends sooner, the
     launch behind that of the records runs beside it; no bit depends on that.

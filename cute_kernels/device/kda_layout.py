@@ -1,7 +1,7 @@
 """What the two KDA prefill kernels agree on: the chunk record in global memory and the walk over a sequence's chunks.
 
 A *record* holds everything a chunk contributes to one value head's recurrence except V, as the shared-memory image the
-state kernel computes from, so that one bulk copy loads it:
+state kernel computes from, so that bulk copies load it:
 
     KG   fp16 [64 x 128]   k r_k e^G           row side of S k
     QG   fp16 [64 x 128]   q r_q s e^G         row side of S q
@@ -9,6 +9,9 @@ state kernel computes from, so that one bulk copy loads it:
     T    fp16 [64 x 64]    (I + L)^-1 diag(beta)
     P    fp16 [64 x 64]    tril(q k) with decay and scale
     tail fp32 e^(G_C) [128], then 4 words: chunk start in the row, tokens, end in the row, first checkpoint entry or -1
+
+T and P are lower triangular. In shared memory they are *narrow* tiles: four blocks of 16 columns, 64 rows of 32 bytes with the
+32-byte swizzle. The record has of block m the rows from 16 m on alone; those above are zeros that stay in shared memory.
 """
 
 import cutlass
@@ -24,10 +27,39 @@ QG_OFFSET = OPERAND_BYTES
 KU_OFFSET = 2 * OPERAND_BYTES
 T_OFFSET = 3 * OPERAND_BYTES
 P_OFFSET = T_OFFSET + TILE_BYTES
-TAIL_OFFSET = P_OFFSET + TILE_BYTES
+IMAGE_BYTES = P_OFFSET + TILE_BYTES  # in shared memory
+NARROW_BYTES = TILE_BYTES // 4  # of a block of 16 columns, 512 for each 16 rows
+TRIANGLE_BYTES = 10 * 512
+TAIL_OFFSET = T_OFFSET + 2 * TRIANGLE_BYTES
 INFO_OFFSET = TAIL_OFFSET + 512
 RECORD_COPY_BYTES = INFO_OFFSET + 16
 assert RECORD_BYTES == TAIL_OFFSET + 1024
+
+
+def triangle_offset(column):
+    """Where a record's T or P has the first rows of its block of 16 columns, those on the diagonal."""
+    return 512 * (4 * column - column * (column - 1) // 2)
+
+
+def image_pieces(first, end):
+    """(offset in the record, in the image, bytes) of each copy that brings the image from `first`, KU or before, to `end`."""
+    pieces = [(first, first, T_OFFSET - first)]
+    for matrix in range((end - T_OFFSET) // TILE_BYTES):
+        for column in range(4):
+            record = T_OFFSET + matrix * TRIANGLE_BYTES + triangle_offset(column)
+            image = T_OFFSET + matrix * TILE_BYTES + column * (NARROW_BYTES + 512)
+            size = NARROW_BYTES - 512 * column
+            *before, (last_record, last_image, last_size) = pieces
+            if last_image + last_size == image:
+                pieces = [*before, (last_record, last_image, last_size + size)]
+            else:
+                pieces.append((record, image, size))
+    return pieces
+
+
+def narrow_address(row, piece):
+    """Byte offset of 16-byte piece `piece` (0, 1) of row `row` in a block of 16 columns."""
+    return row * 32 + ((piece ^ ((row >> 2) & 1)) << 4)
 
 
 @cute.jit

@@ -110,8 +110,9 @@ def load_late(
             ring.wait_empty(stage, parity)
             known = wait_record(form, flags, pitch, slot, end, known, lane)
             source = records + Int64(slot) * pitch
-            ring.expect(stage, form.late_bytes + TAIL_BYTES)
+            ring.expect(stage, sum(size for _, _, size in form.late_pieces) + TAIL_BYTES)
             target, tail = base + stage * (form.late_bytes // 4), tails + stage * (TAIL_BYTES // 4)
-            bulk_load(target, source + form.late_first, form.late_bytes, ring.full + stage)
+            for at, image, size in form.late_pieces:
+                bulk_load(target + (image - form.late_first) // 4, source + at, size, ring.full + stage)
             bulk_load(tail, source + TAIL_OFFSET, TAIL_BYTES, ring.full + stage)
             stage, parity = advance(stage, parity, form.late_stages)

@@ -5,8 +5,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from .kda_fragments import exp2
-from .kda_layout import TAIL_OFFSET
-from .prefill_layout import HEAD, tile_address
+from .kda_layout import TAIL_OFFSET, narrow_address, triangle_offset
+from .prefill_layout import HEAD
 from .warp_ops import load_shared, pack_f16, pick, store_shared
 
 TABLE_BYTES = 4 * HEAD * 2  # a factor of each block and channel, fp16
@@ -65,18 +65,17 @@ def store_bulk(target, source, size):
     cute.arch.cp_async_bulk_commit_group()
 
 
-def store_block(target, block, lane, sources):
-    """16 rows of a lower triangular tile to global memory by a warp: lane 2 r + i has piece i of row r of each 16 columns.
-
-    sources: shared addresses of the lane's pieces, of as many columns as are there; behind column `block` zeros are stored.
-    """
-    for column in range(4):
-        words = [Uint32(0)] * 4
-        if column < len(sources):
-            words = [pick(column <= block, x, Uint32(0)) for x in load_shared(sources[column], 4, Uint32)]
-        offset = tile_address(0, block * 16 + (lane >> 1), 2 * column + (lane & 1))
-        pointer = cute.make_ptr(Uint32, target + Int64(offset), cute.AddressSpace.gmem, assumed_align=16)
-        rX = cute.make_rmem_tensor(cute.make_layout(4), Uint32)
-        for e in range(4):
-            rX[e] = words[e]
-        cute.autovec_copy(rX, cute.make_tensor(pointer, cute.make_layout(4)))
+@cute.jit
+def store_block(target: Int64, block: Int32, lane: Int32, sources):
+    """16 rows of a record's T or P by a warp: lane 2 r + i has piece i of row r of each 16 columns, at the shared addresses
+    `sources`, of which those behind column `block` are of no use."""
+    target += Int64(block * 512 + narrow_address(lane >> 1, lane & 1))
+    for column in cutlass.range_constexpr(len(sources)):
+        if column <= block:
+            words = load_shared(sources[column], 4, Uint32)
+            offset = triangle_offset(column) - 512 * column
+            pointer = cute.make_ptr(Uint32, target + offset, cute.AddressSpace.gmem, assumed_align=16)
+            rX = cute.make_rmem_tensor(cute.make_layout(4), Uint32)
+            for e in cutlass.range_constexpr(4):
+                rX[e] = words[e]
+            cute.autovec_copy(rX, cute.make_tensor(pointer, cute.make_layout(4)))

@@ -14,9 +14,13 @@ def bulk_load(target, source, size, barrier):
         )
 
 
-def staged_operand(base, shape, stages, pitch):
-    """A swizzled fp16 operand of a ring's stages, `pitch` bytes apart, as a staged tensor (rows, columns, stage)."""
-    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Float16)
+def staged_operand(base, shape, stages, pitch, narrow=False):
+    """A swizzled fp16 operand of a ring's stages, `pitch` bytes apart, as a staged tensor (rows, columns, stage).
+
+    narrow: in blocks of 16 columns instead of 64.
+    """
+    kind = warpgroup.SmemLayoutAtomKind.K_SW32 if narrow else warpgroup.SmemLayoutAtomKind.K_SW128
+    atom = warpgroup.make_smem_layout_atom(kind, Float16)
     tile = cute.tile_to_shape(atom, shape, order=(0, 1))
     layout = cute.append(tile.outer, cute.make_layout(stages, stride=pitch // 2))
     return cute.make_tensor(cute.recast_ptr(base, tile.inner, Float16), layout)

@@ -28,13 +28,14 @@ from ..compile.cache import cute_compile
 from ..compile.fake import fake_ids, fake_matrix, fake_pool, fake_rows, fake_stream, fake_vector
 from ..configs.kda_prefill import KdaPrefillKey
 from ..device.kda_layout import (
+    IMAGE_BYTES,
     KU_OFFSET,
     P_OFFSET,
     QG_OFFSET,
     RECORD_BYTES,
     T_OFFSET,
-    TAIL_OFFSET,
     first_slot,
+    image_pieces,
     segment_of_block,
     slot_of_token,
 )
@@ -75,8 +76,10 @@ class KdaPrefill:
         self.threads = 128 * (key.slabs + 1)
         self.early_bytes = OPERAND_BYTES + key.slabs * TILE_BYTES
         # A transition has no queries and no outputs: of a record's late part it needs KU and T' alone.
-        self.late_first, late_end = (KU_OFFSET, P_OFFSET) if key.transition else (QG_OFFSET, TAIL_OFFSET)
+        self.late_first, late_end = (KU_OFFSET, P_OFFSET) if key.transition else (QG_OFFSET, IMAGE_BYTES)
         self.late_bytes = late_end - self.late_first
+        self.late_pieces = image_pieces(self.late_first, late_end)
+        self.triangles = late_end - T_OFFSET  # bytes of T', and of P
         self.early_stages = TRANSITION_STAGES if key.transition else EARLY_STAGES[key.slabs]
         self.late_stages = TRANSITION_STAGES if key.transition else LATE_STAGES
         self.out_pitch = OUT_PITCH if key.slabs == 2 else HALF_OUT_PITCH
@@ -198,6 +201,11 @@ class KdaPrefill:
             cute.arch.mbarrier_init_fence()
         if tidx < self.ones:
             store_shared(storage.ones.data_ptr().toint() + tidx * 4, Float32(1.0))
+        # No copy writes the rows above the diagonals of T' and P.
+        for at in cutlass.range(tidx * 16, self.late_stages * self.triangles, self.threads * 16, unroll=1):
+            place = at // self.triangles * self.late_bytes + at % self.triangles + (T_OFFSET - self.late_first)
+            store_shared(storage.late.data_ptr().toint() + place, *[Uint32(0)] * 4)
+        cute.arch.fence_view_async_shared()
         cute.arch.sync_threads()
         warp = cute.arch.make_warp_uniform(tidx // 32)
         lane = tidx % 32
@@ -375,7 +383,13 @@ class KdaPrefill:
         if const_expr(not self.key.transition):
             late_part += [(QG_OFFSET, (CHUNK, HEAD)), (P_OFFSET, (CHUNK, CHUNK))]
         ku, t, *queries = (
-            staged_operand(late_base + (offset - self.late_first) // 4, shape, self.late_stages, self.late_bytes)
+            staged_operand(
+                late_base + (offset - self.late_first) // 4,
+                shape,
+                self.late_stages,
+                self.late_bytes,
+                offset >= T_OFFSET,
+            )
             for offset, shape in late_part
         )
         ku_transposed = cute.make_tensor(ku.iterator, cute.select(ku.layout, [1, 0, 2]))

@@ -53,9 +53,9 @@ from ..device.kda_layout import (
     INFO_OFFSET,
     KG_OFFSET,
     KU_OFFSET,
-    P_OFFSET,
     RECORD_BYTES,
     T_OFFSET,
+    TRIANGLE_BYTES,
 )
 from ..device.kda_rows import (
     TABLE_BYTES,
@@ -557,7 +557,12 @@ class KdaRecords:
             own = load_shared(home + 768 + lane * 8, 2)
             place_products(summed(parts, 1, received), block, home, own, lane)
             cute.arch.sync_warp()
-            store_block(record + P_OFFSET, block, lane, [home + i * 512 + lane * 16 for i in range(block + 1)])
+            store_block(
+                record + (T_OFFSET + TRIANGLE_BYTES),
+                block,
+                lane,
+                [home + i * 512 + lane * 16 for i in range(block + 1)],
+            )
 
 
 def build(key: KdaRecordsKey):
