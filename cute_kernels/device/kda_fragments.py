@@ -90,20 +90,20 @@ def range_sums(pattern, decays, piece):
     return mma_16816(pattern, (decays[2 * piece], decays[2 * piece + 1]), [Float32(0.0)] * 4, "f16")
 
 
-def row_sums(start, right, lane):
+def row_sums(start, lane):
     """Sums k.k, q.q and q.k over the warp's channels, as diagonals of products, for rows lane // 4 and 8 behind it, in lanes
-    with `owns_norms(lane)`. Products of bf16 are exact in fp32; a row that is not finite spoils its own sums alone.
+    with `owns_norms(lane)`. Products of bf16 are exact in fp32; a row that is not finite spoils its own sums alone. The words
+    of a left operand are those of the right one, too: 0 and 2 of tokens 0 to 7, 1 and 3 of the others.
     """
-    zero = [Float32(0.0)] * 4
-    sums = [[zero, zero] for _ in range(3)]
+    both, queries = ([[Float32(0.0)] * 4] * 2 for _ in range(2))
     for step in range(STEPS):
         k, q = (ldmatrix4((start ^ (32 * step)) + place * OPERAND_BYTES) for place in range(2))
-        kr, qr = (ldmatrix4((right ^ (32 * step)) + place * OPERAND_BYTES) for place in range(2))
-        for index, (left, b) in enumerate(((k, kr), (q, qr), (q, kr))):
-            first, second = sums[index]
-            sums[index] = [mma_16816(left, b[:2], first, "bf16"), mma_16816(left, b[2:], second, "bf16")]
+        # Eight rows of k above the same rows of q.
+        both = [mma_16816((k[n], q[n], k[n + 2], q[n + 2]), k[n::2], both[n], "bf16") for n in range(2)]
+        queries = [mma_16816(q, q[n::2], queries[n], "bf16") for n in range(2)]
     odd = ((lane >> 2) & 1) != 0
-    return [[pick(odd, first[1], first[0]), pick(odd, second[3], second[2])] for first, second in sums]
+    found = [(x[0], x[1]) for x in both], [queries[0][:2], queries[1][2:]], [(x[2], x[3]) for x in both]
+    return [[pick(odd, x[1], x[0]) for x in pair] for pair in found]
 
 
 def words_of(values):
@@ -114,6 +114,16 @@ def words_of(values):
 def from_last_row(x):
     """The value of the lane with rows 7 and 15 and the same channels."""
     return cute.arch.shuffle_sync(x, 28 + cute.arch.lane_idx() % 4)
+
+
+def scaled(x, factors):
+    """fp32 pairs in the order of a left operand's words times factors [piece], two for each row."""
+    return [[x[e][c] * factors[e >> 1][2 * (e & 1) + c] for c in range(2)] for e in range(4)]
+
+
+def packed(x):
+    """fp32 pairs as fp16 words."""
+    return [pack_f16(*pair) for pair in x]
 
 
 class BlockPairs:
@@ -130,23 +140,21 @@ class BlockPairs:
         # Of rows r + 8 and columns 0 to 7, and of the two eights on the diagonal: two entries of k, two of q.
         self.between, self.within = zero, [zero, zero]
 
-    def add(self, decays, upto, from_row, k, q):
-        """One step from the log decays, the decays up to each row and their inverses, and k and q as fp32 pairs."""
-        if self.steep:
-            floor = reread(Uint32(FLOOR_PAIR))
-            bounded = [maximum_f16(word, floor) for word in decays]
-            sums = [[x + Float32(SHIFT) for x in range_sums(self.patterns.upto, bounded, p)] for p in range(2)]
-            upto = [[exp2(x) for x in piece] for piece in sums]
-            from_row = [[exp2(-x) for x in piece] for piece in sums]
+    def add(self, k, q, columns):
+        """One step from k and q decayed from the block's start and the keys' columns, fp32 pairs."""
         for piece in range(2):
-            rows, columns = [], []
-            for e in (2 * piece, 2 * piece + 1):
-                x, y = (part[piece][2 * (e & 1) :][:2] for part in (upto, from_row))
-                rows.append([z[e][c] * x[c] for c in range(2) for z in (k, q)])
-                columns.append([k[e][c] * y[c] for c in range(2)])
+            rows = [[x[e][c] for c in range(2) for x in (k, q)] for e in (2 * piece, 2 * piece + 1)]
             for n in range(2):
-                self.within[n] = mma_1688_tf32(rows[n], columns[n], self.within[n])
-            self.between = mma_1688_tf32(rows[1], columns[0], self.between)
+                self.within[n] = mma_1688_tf32(rows[n], columns[2 * piece + n], self.within[n])
+            self.between = mma_1688_tf32(rows[1], columns[2 * piece], self.between)
+
+    def add_floored(self, decays, k, q):
+        """The same from the log decays, k and q."""
+        floor = reread(Uint32(FLOOR_PAIR))
+        bounded = [maximum_f16(word, floor) for word in decays]
+        sums = [[x + Float32(SHIFT) for x in range_sums(self.patterns.upto, bounded, p)] for p in range(2)]
+        upto = [[exp2(x) for x in piece] for piece in sums]
+        self.add(scaled(k, upto), scaled(q, upto), scaled(k, [[exp2(-x) for x in piece] for piece in sums]))
 
     def entries(self):
         """(keys, queries): of rows r and r + 8, columns 2 c, 2 c + 1, then of row r + 8 columns 2 c + 8, 2 c + 9."""
@@ -165,8 +173,7 @@ def step_operands(step, start, column_start, has_columns, norms, before, after, 
 
     def normalised(side):
         words = ldmatrix4(target + side * OPERAND_BYTES)
-        pairs32 = [[x * norms[side][e & 1] for x in unpack_bf16(words[e])] for e in range(4)]
-        return pairs32, [pack_f16(*pair) for pair in pairs32]
+        return [[x * norms[side][e & 1] for x in unpack_bf16(words[e])] for e in range(4)]
 
     def decayed(words, factors):
         return [multiply_f16(words[e], factors[e]) for e in range(4)]
@@ -176,26 +183,32 @@ def step_operands(step, start, column_start, has_columns, norms, before, after, 
         stmatrix4(target + place * OPERAND_BYTES, *[multiply_f16(words[e], factor[e >> 1]) for e in range(4)])
 
     decays = ldmatrix4(target + 2 * OPERAND_BYTES, transpose=True)
-    k32, k16 = normalised(0)
+    k = normalised(0)
     sums = [range_sums(patterns.upto, decays, p) for p in range(2)]
     upto = [[exp2(x) for x in piece] for piece in sums]
-    to_row = words_of(upto)
+    to_row = words_of(upto) if pairs.steep else None
     if pairs.steep:
-        from_row = None
-        behind = [[exp2(x) for x in range_sums(patterns.behind, decays, p)] for p in range(2)]
+        k16 = packed(k)
+        columns = decayed(k16, words_of([[exp2(x) for x in range_sums(patterns.behind, decays, p)] for p in range(2)]))
+        rows = decayed(k16, to_row)
     else:
-        from_row = [[exp2(-x) for x in piece] for piece in sums]
-        whole = [[from_last_row(x) for x in piece[2:]] for piece in upto]
-        behind = [[piece[i] * all_[i & 1] for i in range(4)] for piece, all_ in zip(from_row, whole)]
-    columns = decayed(k16, words_of(behind))
+        right = scaled(k, [[exp2(-x) for x in piece] for piece in sums])
+        whole = [[from_last_row(x) for x in piece[2:]] * 2 for piece in upto]
+        columns = packed(scaled(right, whole))
+        left = scaled(k, upto)
+        rows = packed(left)
     stmatrix4_where(has_columns, column_start ^ (32 * step), *columns)
     store(2, columns, after)
-    rows = decayed(k16, to_row)
     store(0, rows, before)
-    q32, q16 = normalised(1)
-    queries = decayed(q16, to_row)
+    q = normalised(1)
+    if pairs.steep:
+        queries = decayed(packed(q), to_row)
+        pairs.add_floored(decays, k, q)
+    else:
+        q = scaled(q, upto)
+        queries = packed(q)
+        pairs.add(left, q, right)
     store(1, queries, before)
-    pairs.add(decays, upto, from_row, k32, q32)
     return rows, queries
 
 

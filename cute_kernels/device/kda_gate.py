@@ -46,3 +46,22 @@ def log_decay_softplus(raw: Float32, slope: Float32, offset: Float32, rate: Floa
 def decay_softplus(raw, slope, offset, rate):
     """exp(-e^A softplus(.))."""
     return cute.math.exp2(log_decay_softplus(raw, slope, offset, rate), fastmath=True)
+
+
+def softplus_gate(slope, rate):
+    """A function like `log_decay_softplus` of a raw value and its channel's offset, without branches, for results kept in fp16.
+
+    In base 2, softplus(t) = max(t, 0) + log2(1 + e), e = 2^-|t| <= 1; the logarithm is 2 log2(e) artanh(z), z = e / (2 + e)
+    <= 1/3, whose series in z^2 ends with the third term, with an error of 9e-6 of the result at most.
+    """
+    first = 2 * LOG2E * rate
+    second, third = first * Float32(0.33246271), first * Float32(0.22447722)
+
+    def gate(raw, offset):
+        t = raw * slope + offset
+        e = cute.math.exp2(-cute.math.absf(t), fastmath=True)
+        z = e * cute.arch.rcp_approx(Float32(2.0) + e)
+        square = z * z
+        return z * (first + square * (second + square * third)) + cute.arch.fmin(rate * t, Float32(0.0))
+
+    return gate

@@ -7,7 +7,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 from .kda_fragments import exp2
 from .kda_layout import TAIL_OFFSET, narrow_address, triangle_offset
 from .prefill_layout import HEAD
-from .warp_ops import load_shared, pack_f16, pick, store_shared
+from .warp_ops import load_shared, pack_f16, store_shared
 
 TABLE_BYTES = 4 * HEAD * 2  # a factor of each block and channel, fp16
 
@@ -21,28 +21,34 @@ def partial_offset(block):
 def make_tables(totals: Int32, tables: Int32, record: Int64, tidx: Int32):
     """Decays from the chunk's start to each block, from the block to the chunk's end and through it, fp16, and e^(G_C).
 
-    totals: a log decay of each block and channel; a thread has two channels of one block. A warp's lane c finds the words of its
-    channels side by side.
+    totals: a log decay of each block and channel; a thread has two channels of two blocks, the second two from thread 64 on. A
+    warp's lane c finds the words of its channels side by side. What is no decay is exactly 1.
     """
-    group, pair = tidx >> 6, tidx & 63
-    zero = Float32(0.0)
+    pair, second = tidx & 63, tidx >> 6
     logs = [load_shared(totals + g * (HEAD * 4) + pair * 8, 2) for g in range(4)]
-    through = load_shared(totals + group * (HEAD * 4) + pair * 8, 2)
-    before = [zero, zero]
-    after = [zero, zero]
-    for g in cutlass.range_constexpr(4):
-        before = [before[e] + pick(group > g, logs[g][e], zero) for e in range(2)]
-        after = [after[e] + pick(group < g, logs[g][e], zero) for e in range(2)]
-    at = tables + (((group * 2 + (pair >> 5)) * 4 + (pair & 3)) * 8 + ((pair >> 2) & 7)) * 4
-    for which, x in enumerate((before, after, through)):
-        store_shared(at + which * TABLE_BYTES, pack_f16(exp2(x[0]), exp2(x[1])))
-    if group == 0:
+    at = tables + (((pair >> 5) * 4 + (pair & 3)) * 8 + ((pair >> 2) & 7)) * 4
+    if second == 0:
+        last = [logs[2][e] + logs[3][e] for e in range(2)]
+        behind = [logs[1][e] + logs[2][e] + logs[3][e] for e in range(2)]
+        store_decays(at, (None, logs[0]), (behind, last), logs[:2])
         pointer = cute.make_ptr(
             Float32, record + TAIL_OFFSET + Int64(pair * 8), cute.AddressSpace.gmem, assumed_align=8
         )
         gTail = cute.make_tensor(pointer, cute.make_layout(2))
         for e in cutlass.range_constexpr(2):
-            gTail[e] = exp2(logs[0][e] + after[e])
+            gTail[e] = exp2(logs[0][e] + behind[e])
+    else:
+        first = [logs[0][e] + logs[1][e] for e in range(2)]
+        before = [first[e] + logs[2][e] for e in range(2)]
+        store_decays(at + TABLE_BYTES // 2, (first, before), (logs[3], None), logs[2:])
+
+
+def store_decays(at, *tables):
+    """Words of one pair of channels and two blocks: decays of the logarithms in each table, 1 for None."""
+    for which, blocks in enumerate(tables):
+        for block, x in enumerate(blocks):
+            word = Uint32(0x3C003C00) if x is None else pack_f16(exp2(x[0]), exp2(x[1]))
+            store_shared(at + which * TABLE_BYTES + block * (TABLE_BYTES // 4), word)
 
 
 def store_global_word(address, word):

@@ -48,7 +48,7 @@ from ..device.kda_fragments import (
     step_operands,
     summed,
 )
-from ..device.kda_gate import gate_constants, log_decay_bounded, log_decay_softplus
+from ..device.kda_gate import gate_constants, log_decay_bounded, softplus_gate
 from ..device.kda_layout import (
     INFO_OFFSET,
     KG_OFFSET,
@@ -76,7 +76,6 @@ from ..device.warp_ops import load_shared, reread, store_shared
 
 THREADS, LOADER = kda_items.THREADS, kda_items.LOADER
 NORM_EPS = 1e-6
-LOWEST = -160.0  # log decay of a token, base 2, below which its decay is zero in fp32
 MINUS_INFINITY_PAIR = 0xFF80FF80  # bf16 raw gates whose decay is exactly 1
 SUMS_PITCH = 32  # bytes of a row's sums: k.k, q.q and q.k, each of two halves of the channels
 
@@ -224,13 +223,17 @@ class KdaRecords:
             self.look_ahead(inputs, inputs.first, Int32(-1), Int32(0), Int32(0), Int32(0), Int32(-1))
             self.load_gate(inputs)
             self.start_next(inputs)
+        # A barrier of its own: another worker may be at the block's, which is the first worker's `sync`.
+        cute.arch.barrier(barrier_id=kda_items.barrier_of(inputs, kda_items.DECAYS), number_of_threads=THREADS)
+        parameters = self.gate_parameters(inputs, load_shared(at["info"] + 20, 1, Int32), tidx)
+        if warp == LOADER:
             self.find_next(inputs)
         kda_items.begin(inputs, block, warp)
         parity = Int32(0)
         info = at["info"]
         cute.arch.mbarrier_wait(loaded + 1, parity)
         count = load_shared(info, 1, Int32)
-        self.store_parameters(inputs, *self.gate_parameters(inputs, load_shared(info + 20, 1, Int32), tidx), tidx)
+        self.store_parameters(inputs, *parameters, tidx)
         kda_items.sync(inputs)
         while count > 0:
             # Zero, which the compiler cannot know: it would compute all addresses before the loop, and has no registers for it.
@@ -358,12 +361,10 @@ class KdaRecords:
 
         # 1  log decays and what follows from their sums, while the other warps are at the last item's inverse
         if half == 1:
-            self.decays_of_block(inputs, count, block, lane, 0)
-            if cute.arch.block_idx()[1] == 0:
-                self.decays_of_block(inputs, count, block, lane, 1)
+            for part in cutlass.range(2, unroll=1):
+                self.decays_of_block(inputs, count, block, lane, part)
             cute.arch.barrier(barrier_id=kda_items.barrier_of(inputs, kda_items.DECAYS), number_of_threads=128)
-            for each in cutlass.range_constexpr(2):
-                make_tables(at["totals"], at["tables"], record, tidx - 128 + 128 * each)
+            make_tables(at["totals"], at["tables"], record, tidx - 128)
 
         kda_items.publish_last(inputs, warp)
 
@@ -397,9 +398,7 @@ class KdaRecords:
             self.find_next(inputs)
 
     @cute.jit
-    def decays_of_block(
-        self, inputs: cutlass.Constexpr, count: Int32, block: Int32, lane: Int32, half: cutlass.Constexpr
-    ):
+    def decays_of_block(self, inputs: cutlass.Constexpr, count: Int32, block: Int32, lane: Int32, half: Int32):
         """Log decays of 16 tokens and half of the channels, and what each channel's sum to."""
         parameters = inputs.at["bias"]
         slope, rate = gate_constants(load_shared(parameters + HEAD * 4, 1), inputs.lower_bound, self.bounded)
@@ -428,7 +427,7 @@ class KdaRecords:
             mask_rows(0, start, row, count, 0)
             mask_rows(OPERAND_BYTES, start, row, count, 0)
             cute.arch.sync_warp()
-        for index, pair in enumerate(row_sums(start, right_address(tile, block, lane), lane)):
+        for index, pair in enumerate(row_sums(start, lane)):
             target = inputs.at["sums"] + row * SUMS_PITCH + index * 8 + half * 4
             for j in cutlass.range_constexpr(2):
                 store_float(target + 8 * j * SUMS_PITCH, pair[j], owns_norms(lane))
@@ -494,8 +493,10 @@ class KdaRecords:
         x, y = step_operands(step, *operands, *tables, pairs)
         rows, queries = [*found[0], *x], [*found[1], *y]
         if const_expr(step < STEPS - 1):
-            # Always true, which the compiler cannot know, each time another way: it would mix the steps, and spill.
-            if cute.arch.block_idx()[1 + step % 2] <= step // 2:
+            if const_expr(step != 1):
+                self.steps_from(step + 1, inputs, record, operands, table, pairs, (rows, queries), block, half, tidx)
+            # Always true, which the compiler cannot know: it would mix the steps, and spill.
+            elif cute.arch.block_idx()[1] == 0:
                 self.steps_from(step + 1, inputs, record, operands, table, pairs, (rows, queries), block, half, tidx)
         else:
             entries = pairs.entries()
@@ -516,7 +517,7 @@ class KdaRecords:
         """Log decay of a raw value and its channel's offset."""
         if self.bounded:
             return lambda raw, offset: log_decay_bounded(raw, slope, offset, rate)
-        return lambda raw, offset: cute.arch.fmax(log_decay_softplus(raw, slope, offset, rate), Float32(LOWEST))
+        return softplus_gate(slope, rate)
 
     @cute.jit
     def finish_pairs(

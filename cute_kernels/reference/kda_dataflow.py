@@ -37,6 +37,11 @@ def fp16_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return half(half(a).float() * half(b).float()).float()
 
 
+def decayed(x: torch.Tensor, factor: torch.Tensor, steep: bool) -> torch.Tensor:
+    """``x`` decayed within its group, fp16, as fp32: for steep gates a product of fp16 operands, else of fp32 ones."""
+    return fp16_product(x, factor) if steep else half(x * factor).float()
+
+
 def range_decays(g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Decays inside 16-row groups from base-2 logarithms ``g [.., 16, K]``, each one exponential of a sum: up to and with each
     row, behind each row, and of the whole group."""
@@ -73,10 +78,10 @@ def pair_products(
         kk[..., rows, rows], qk[..., rows, rows] = block_products(
             kn[..., rows, :], qn[..., rows, :], g[..., rows, :], steep
         )
-        left = [fp16_product(x[..., rows, :], upto[..., i, :, :]) for x in (kn, qn)]
+        left = [decayed(x[..., rows, :], upto[..., i, :, :], steep) for x in (kn, qn)]
         for j in range(i - 1, -1, -1):
             columns = slice(j * GROUP, (j + 1) * GROUP)
-            right = half(fp16_product(kn[..., columns, :], behind[..., j, :, :])).mT
+            right = half(decayed(kn[..., columns, :], behind[..., j, :, :], steep)).mT
             for x, out in zip(left, (kk, qk)):
                 out[..., rows, columns] = product(half(x), right)
             left = [fp16_product(x, through[..., j, None, :]) for x in left]
@@ -160,11 +165,11 @@ def prefill(
         before = (whole.cumsum(1) - whole)[:, :, None].exp2()
         after = (whole.sum(1, keepdim=True) - whole.cumsum(1))[:, :, None].exp2()
 
-        def decayed(x: torch.Tensor, inside: torch.Tensor, outside: torch.Tensor) -> torch.Tensor:
-            near = fp16_product(x.unflatten(1, (CHUNK // GROUP, GROUP)), inside)
+        def operand(x: torch.Tensor, inside: torch.Tensor, outside: torch.Tensor) -> torch.Tensor:
+            near = decayed(x.unflatten(1, (CHUNK // GROUP, GROUP)), inside, steep)
             return half(fp16_product(near, outside.expand_as(near))).flatten(1, 2)
 
-        kg, qg, ku = decayed(kn, upto, before), decayed(qn, upto, before), decayed(kn, behind, after)
+        kg, qg, ku = operand(kn, upto, before), operand(qn, upto, before), operand(kn, behind, after)
         kk, qk = pair_products(kn, qn, log2, steep)
         P = qk + torch.diag_embed(rq[..., 0] * rk[..., 0] * (qc * kc).sum(-1))
         T = scaled_inverse(kk * bc[..., None], bc)
