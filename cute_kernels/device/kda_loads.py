@@ -45,8 +45,8 @@ def load_early(
     for slot in cutlass.range(begin, end, unroll=1):
         token, count = Int32(mTable[slot, 0]), Int32(mTable[slot, 1])
         if count > 0:
-            ring.wait_empty(stage, parity)
             known = wait_record(form, flags, pitch, slot, end, known, lane)
+            ring.wait_empty(stage, parity)
             ring.expect(stage, size)
             target = base + stage * (form.early_bytes // 4)
             bulk_load(target, records + Int64(slot) * pitch + KG_OFFSET, OPERAND_BYTES, ring.full + stage)
@@ -107,8 +107,8 @@ def load_late(
     for slot in cutlass.range(begin, end, unroll=1):
         count = Int32(mTable[slot, 1])
         if count > 0:
-            ring.wait_empty(stage, parity)
             known = wait_record(form, flags, pitch, slot, end, known, lane)
+            ring.wait_empty(stage, parity)
             source = records + Int64(slot) * pitch
             ring.expect(stage, sum(size for _, _, size in form.late_pieces) + TAIL_BYTES)
             target, tail = base + stage * (form.late_bytes // 4), tails + stage * (TAIL_BYTES // 4)

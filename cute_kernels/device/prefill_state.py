@@ -14,7 +14,7 @@ v = 16 warp + lane // 4 (+ 8) of its slab and columns 8 n + 2 (lane % 4), + 1.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Uint32
+from cutlass import BFloat16, Float16, Float32, Int32, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from .memory import narrow
@@ -31,6 +31,8 @@ from .warp_ops import (
     store_shared,
     unpack_bf16,
 )
+
+SIGNS = 0x80008000  # of two 16-bit numbers in a word
 
 
 def state_mma(dtype, columns, right_major, slabs):
@@ -86,13 +88,14 @@ def halves_as_left_operand(halves, shape):
     return left
 
 
-def as_left_operand(acc, shape, dtype):
-    """The accumulator rounded to a 16-bit left-operand fragment of `shape`. fp16 saturates at 65504."""
+def as_left_operand(acc, shape, dtype, negated=False):
+    """The accumulator, or its negative, rounded to a 16-bit left-operand fragment of `shape`. fp16 saturates at 65504."""
     left = cute.make_rmem_tensor(shape, dtype)
     words = fragment_words(left)
     pack = pack_bf16 if dtype is BFloat16 else pack_f16
     for i in range(cute.size(words)):
-        words[i] = pack(acc[2 * i], acc[2 * i + 1])
+        word = pack(acc[2 * i], acc[2 * i + 1])
+        words[i] = word ^ Uint32(SIGNS) if negated else word
     return left
 
 
@@ -211,16 +214,20 @@ def residual(Y, value: Int32, vector: Int32, count: Int32, warp: Int32, lane: In
                 Y[4 * n + e] = Y[4 * n + e] if inside else Float32(0.0)
 
 
-@cute.jit
-def values_tile(V, tile: Int32, nothing: Boolean, warp: Int32, lane: Int32):
-    """V^T of a slab from its tile (64 tokens x 64 columns) as fp32 in accumulator order, or zeros; `warp` of the warpgroup."""
+def load_tile(tile: Int32, warp: Int32, lane: Int32):
+    """The 16 words of a slab's transposed tile (64 tokens x 64 columns) in accumulator order; `warp` of the warpgroup."""
     row = (lane & 7) + ((lane >> 4) << 3)
     start = tile_address(tile, row, 2 * warp + ((lane >> 3) & 1))
-    for block in cutlass.range_constexpr(4):
-        words = ldmatrix4(start + block * 2048, transpose=True)
-        for i in cutlass.range_constexpr(4):
-            low, high = unpack_bf16(Uint32(0) if nothing else words[i])
-            V[8 * block + 2 * i], V[8 * block + 2 * i + 1] = low, high
+    return [word for block in range(4) for word in ldmatrix4(start + block * 2048, transpose=True)]
+
+
+def negative_values(V, words, kept=None):
+    """V <- the negatives of what `load_tile` gave, as fp32; of their bits those alone that are set in the word `kept`."""
+    sign = Uint32(0x80000000)
+    bits = cute.recast_tensor(V, Uint32)
+    for i, word in enumerate(words):
+        word = word if kept is None else word & kept
+        bits[2 * i], bits[2 * i + 1] = word * Uint32(1 << 16) + sign, (word & Uint32(0xFFFF0000)) ^ sign
 
 
 @cute.jit

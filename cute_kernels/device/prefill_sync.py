@@ -88,6 +88,14 @@ class Ring:
         """Until the consumers have left this stage; passes at once in the first round."""
         wait(self.empty + stage, parity ^ 1, self.probes[1])
 
+    def is_full(self, stage, parity):
+        """Whether they have, as of now: the answer is under way while other work is done."""
+        return cute.arch.mbarrier_test_wait(self.full + stage, parity)
+
+    def is_empty(self, stage, parity):
+        """Whether the consumers have left this stage, as of now."""
+        return cute.arch.mbarrier_test_wait(self.empty + stage, parity ^ 1)
+
     def release(self, stage):
         """One warp has read this stage."""
         _arrive(self.empty + stage)

@@ -7,7 +7,7 @@ before the call.
     records kernel, each block                          recurrence, each block
     clear_flag of the records it will make itself       join, one thread, then a block barrier
     start_recurrence, all threads                       published, the warp that loads records, before each load
-    make a record, then publish (or publish_bulk)       leave, all threads, before they exit
+    make a record, then publish (or publish_bulk)       leave, one block at least, before it exits
 
 **A flag that the recurrence finds set is of this call.** Its blocks start when all blocks of the records kernel have passed
 `start_recurrence`, behind which a block's zeros have been performed for the whole GPU. A block clears only what it
@@ -25,7 +25,8 @@ made one after the other (a profiler, a full chip) all flags are set when the re
 **Launches before and after.** The records kernel starts when everything before it has ended, so its blocks and, behind them,
 those of the recurrence may write whatever earlier launches read: slots, outputs, a workspace that the allocator gave out
 again. `join` drops what the first-level cache holds from before. What the recurrence writes the records kernel must not
-read. `leave` returns when the records kernel has ended; a launch behind the recurrence hence finds both complete.
+read. `leave` returns when the records kernel has ended; a launch behind the recurrence hence finds both complete. One
+block's wait is enough, and the others give their multiprocessors up at once.
 """
 
 import cutlass.cute as cute
@@ -61,7 +62,7 @@ def join():
 
 
 def leave():
-    """Last of all in a block of the recurrence: all threads that reach the end."""
+    """Last of all in one block of the recurrence, or in each: all threads that reach the end."""
     cute.arch.griddepcontrol_wait()
 
 

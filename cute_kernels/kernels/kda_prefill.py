@@ -21,7 +21,7 @@ Where few blocks leave multiprocessors idle, the launch directly behind that of 
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64, Uint32, const_expr
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from ..compile.cache import cute_compile
@@ -51,10 +51,11 @@ from ..device.prefill_state import (
     decay_state,
     identity_state,
     load_state,
+    load_tile,
+    negative_values,
     state_mma,
     store_output,
     store_state,
-    values_tile,
 )
 from ..device.prefill_sync import Ring, advance
 from ..device.record_flags import join, leave
@@ -131,7 +132,7 @@ class KdaPrefill:
         self.storage = Storage
         state = [
             state_mma(Float16, CHUNK, OperandMajorMode.K, slabs),
-            state_mma(Float16, HEAD, OperandMajorMode.MN, slabs),
+            state_mma(Float16, HEAD // 2, OperandMajorMode.MN, slabs),
         ]
         self.kernel.set_name_prefix(self.key.symbol(), remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(
@@ -186,6 +187,8 @@ class KdaPrefill:
         slabs = self.key.slabs
         tidx, _, _ = cute.arch.thread_idx()
         part, item, _ = cute.arch.block_idx()
+        across, down, _ = cute.arch.grid_dim()
+        last = (part == across - 1) & (item == down - 1)
         local_head, first_slab = (part, Int32(0)) if const_expr(slabs == 2) else (part >> 1, part & 1)
         storage = cutlass.utils.SmemAllocator().allocate(self.storage)
         barriers = storage.barriers.data_ptr()
@@ -288,7 +291,8 @@ class KdaPrefill:
                         half = warp - (4 * slabs + 2)
                         self.output_role(storage, outputs, mTable, mOut, begin, end, column, half, lane)
         if const_expr(self.key.overlapped):
-            leave()
+            if last:  # the others, those without work too, need not wait for the records of all
+                leave()
 
     @cute.jit
     def output_role(
@@ -365,6 +369,8 @@ class KdaPrefill:
         """
         slabs = self.key.slabs
         lane = tidx % 32
+        # Through a shuffle, or the compiler computes it again in every chunk, from a special register that comes late.
+        quad = cute.arch.shuffle_sync(lane & 3, lane)
         warp = cute.arch.make_warp_uniform(tidx // 32 % 4)
         slab = cute.arch.make_warp_uniform(tidx // 128)
         v_row = (first_slab + slab) * 64 + warp * 16 + lane // 4
@@ -379,10 +385,10 @@ class KdaPrefill:
 
         tf, tu = mma.get_slice(tidx), mma_update.get_slice(tidx)
         kg = staged_operand(early_base, (CHUNK, HEAD), self.early_stages, self.early_bytes)
-        late_part = [(KU_OFFSET, (CHUNK, HEAD)), (T_OFFSET, (CHUNK, CHUNK))]
+        late_part = [(offset, (CHUNK, CHUNK)) for offset in (KU_OFFSET, KU_OFFSET + TILE_BYTES, T_OFFSET)]
         if const_expr(not self.key.transition):
             late_part += [(QG_OFFSET, (CHUNK, HEAD)), (P_OFFSET, (CHUNK, CHUNK))]
-        ku, t, *queries = (
+        low, high, t, *queries = (
             staged_operand(
                 late_base + (offset - self.late_first) // 4,
                 shape,
@@ -392,20 +398,22 @@ class KdaPrefill:
             )
             for offset, shape in late_part
         )
-        ku_transposed = cute.make_tensor(ku.iterator, cute.select(ku.layout, [1, 0, 2]))
+        transposed = [cute.make_tensor(x.iterator, cute.select(x.layout, [1, 0, 2])) for x in (low, high)]
         bKG, bT, *bQueries = (tf.make_fragment_B(tf.partition_B(x)) for x in (kg, t, *queries))
-        bKU = tu.make_fragment_B(tu.partition_B(ku_transposed))
+        bKU = [tu.make_fragment_B(tu.partition_B(x)) for x in transposed]
         left_rows = tf.partition_shape_A((64 * slabs, CHUNK))
         square = tf.partition_shape_C((64 * slabs, CHUNK))
 
         S = cute.make_rmem_tensor(tu.partition_shape_C((64 * slabs, HEAD)), Float32)
+        part = cute.make_layout(square)
+        parts = [cute.make_tensor(S.iterator + half * cute.size(part), part) for half in range(2)]
         Y = cute.make_rmem_tensor(square, Float32)
         O = cute.make_rmem_tensor(square, Float32)
-        V = cute.make_rmem_tensor(square, Float32)
         A = cute.make_rmem_tensor(tf.partition_shape_A((64 * slabs, HEAD)), Float16)
-        identity = Boolean(False)
+        kept = None
         if const_expr(self.key.transition):
             identity = (work & 1 == 1) & (work >= 0)
+            kept = Uint32(0) if identity else Uint32(0xFFFFFFFF)
             load_state(S, mState, read, num_slots, head, v_row, column)
             if segment == 0:
                 store_state(S, mWork, work + 1, Int32(WORK_LIMIT), head, v_row, column)
@@ -428,21 +436,21 @@ class KdaPrefill:
         tail = tails
         if chunks > 0:
             early.wait_full(0, parity)
-        self.round_state(S, A)
+        negative_values(Y, load_tile(early_address, warp, lane), kept)
+        self.round_state(S, A, 0)
+        self.round_state(S, A, 1)
         warpgroup.fence()
-        contract(mma, Y, A, bKG, stage, HEAD // 16, False)
+        contract(mma, Y, A, bKG, stage, HEAD // 16, True)
         warpgroup.commit_group()
         if const_expr(self.key.transition):  # without queries A is not used again: see below
             warpgroup.wait_group(0)
         if chunks > 0:
             late.wait_full(0, late_parity)
-            decay_state(S, tail, lane, True)
-        values_tile(V, early_address, identity, warp, lane)
+            decay_state(S, tail, quad, True)
         _, count, _, entry = load_shared(tail + 512, 4, Int32)
         warpgroup.wait_group(0)
+        here = early.is_full(1, parity)
         for chunk in cutlass.range(chunks, unroll=1):
-            for i in cutlass.range_constexpr(cute.size(Y)):
-                Y[i] = V[i] - Y[i]
             if count < CHUNK:
                 clear_tokens(Y, count, lane)
             early.release(stage)
@@ -452,11 +460,12 @@ class KdaPrefill:
             # the compiler would give the operand's registers away in the branch while the product still reads them.
             following, following_parity = advance(place, late_parity, self.late_stages)
             if more:
-                early.wait_full(stage, parity)
+                if not here:
+                    early.wait_full(stage, parity)
                 if const_expr(self.key.transition):
                     late.wait_full(following, following_parity)
-            if const_expr(not self.key.transition):
-                outputs.wait_empty(0, out_parity)
+            # Behind the last chunk these are of no chunk, and nothing is made of them.
+            values = load_tile(early_address + stage * self.early_bytes, warp, lane)
             X = as_left_operand(Y, left_rows, Float16)
             warpgroup.fence()
             contract(mma, Y, X, bT, place, CHUNK // 16, False)
@@ -466,25 +475,32 @@ class KdaPrefill:
             else:
                 contract(mma, O, A, bQueries[0], place, HEAD // 16, False)
                 warpgroup.commit_group()
+                come = late.is_full(following, following_parity)
                 warpgroup.wait_group(1)
-            U = as_left_operand(Y, left_rows, Float16)
+            U = as_left_operand(Y, left_rows, Float16, negated=True)
             warpgroup.fence()
-            contract(mma_update, S, U, bKU, place, CHUNK // 16, True)
-            warpgroup.commit_group()
-            if const_expr(self.key.transition):
-                warpgroup.wait_group(0)
-                late.release(place)
-            else:
+            for half in cutlass.range_constexpr(2):
+                contract(mma_update, parts[half], U, bKU[half], place, CHUNK // 16, True)
+                warpgroup.commit_group()
+            if const_expr(not self.key.transition):
                 contract(mma, O, U, bQueries[1], place, CHUNK // 16, True)
                 warpgroup.commit_group()
-                warpgroup.wait_group(1)
-            self.round_state(S, A)
-            warpgroup.fence()
-            contract(mma, Y, A, bKG, stage, HEAD // 16, False)
-            warpgroup.commit_group()
+            negative_values(Y, values, kept)
+            for half in cutlass.range_constexpr(2):
+                warpgroup.wait_group(1 if self.key.transition else 2)
+                if const_expr(self.key.transition and half == 1):
+                    late.release(place)
+                if const_expr(not self.key.transition and half == 0):
+                    free = outputs.is_empty(0, out_parity)
+                self.round_state(S, A, half)
+                warpgroup.fence()
+                contract(mma, Y, A, bKG, stage, (half + 1) * HEAD // 32, True, half * HEAD // 32)
+                warpgroup.commit_group()
             if const_expr(not self.key.transition):
-                warpgroup.wait_group(1)
+                warpgroup.wait_group(2)
                 late.release(place)
+                if not free:
+                    outputs.wait_empty(0, out_parity)
                 store_output(O, output, slab, warp, lane, self.out_pitch)
                 outputs.publish(0)
                 out_parity = out_parity ^ 1
@@ -496,14 +512,15 @@ class KdaPrefill:
             tail = tails + place * TAIL_BYTES
             if const_expr(self.key.transition):
                 # No branch: the last chunk is followed by a decay of one.
-                decay_state(S, tail if more else storage.ones.data_ptr().toint(), lane, True)
+                decay_state(S, tail if more else storage.ones.data_ptr().toint(), quad, True)
             else:
                 if more:
-                    late.wait_full(place, late_parity)
-                    decay_state(S, tail, lane, True)
-            # Behind the last chunk these are of no chunk, and nothing is made of them.
-            values_tile(V, early_address + stage * self.early_bytes, identity, warp, lane)
+                    if not come:
+                        late.wait_full(place, late_parity)
+                    decay_state(S, tail, quad, True)
             _, count, _, entry = load_shared(tail + 512, 4, Int32)
+            ahead, ahead_parity = advance(stage, parity, self.early_stages)
+            here = early.is_full(ahead, ahead_parity)
             warpgroup.wait_group(0)
         if const_expr(self.key.transition):
             store_state(S, mWork, work, Int32(WORK_LIMIT), head, v_row, column)
@@ -511,10 +528,11 @@ class KdaPrefill:
             store_state(S, mState, write, num_slots, head, v_row, column)
             store_state(S, mWork, leaving, Int32(WORK_LIMIT), head, v_row, column)
 
-    def round_state(self, S, A):
-        """The state rounded to the left operand A, which lives through the loop."""
+    def round_state(self, S, A, half):
+        """Half of the state's columns rounded to the left operand A, which lives through the loop."""
         words = fragment_words(A)
-        for i in range(cute.size(words)):
+        count = cute.size(words) // 2
+        for i in range(half * count, (half + 1) * count):
             words[i] = pack_f16(S[2 * i], S[2 * i + 1])
 
     @cute.jit

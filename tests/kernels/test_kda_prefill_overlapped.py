@@ -18,7 +18,7 @@ HEADS = 4
 LONG = 256  # rows of so many tokens or more run in parts where a test says so
 # Blocks that stay, rounds of all workers, blocks that are early: the chip shared from the start, few workers with many items, …
 DEALT = ((MULTIPROCESSORS - 16, 0, 8), (3, 0, 3), (MULTIPROCESSORS - 32, 1, 0), (1, 2, 100))
-LENGTHS = ([64], [1], [2048], [300, 17, 1000], [0, 130, 0, 64, 0], [640] * 8, [3, 2, 1, 900])
+LENGTHS = ([64], [1], [2048], [300, 17, 1000], [0, 130, 0, 64, 0], [640] * 8, [3, 2, 1, 900], [70] * 32)
 
 
 class Workspace:
@@ -171,6 +171,22 @@ def test_graph_replays_find_stale_flags_and_records(lengths, poisoned, monkeypat
         graph.replay()
         assert torch.equal(bits(out), bits(expected[index][0]))
         assert torch.equal(bits(pool), bits(expected[index][1]))
+
+
+@pytest.mark.parametrize("slabs", [1, 2])
+def test_D4_equal_repeats(slabs, monkeypatch):
+    """1,000 calls over a workspace that the calls before left, with more blocks than multiprocessors: the same bits."""
+    choose(monkeypatch, Overlap(slabs, 80, 1))
+    hv, lengths = 16, [700, 64, 1, 300, 130, 500, 90, 257]
+    n = len(lengths)
+    inputs = delta_inputs("kda", "trained", sum(lengths), hv, hv, device="cuda")
+    pool = filled_pool(2 * n, hv, torch.float32, "trained", range(n))
+    read, cu = torch.arange(n, dtype=torch.int32, device="cuda"), cu_seqlens(lengths, device="cuda")
+    first, state = prefill(*inputs.tensors, pool, read, read + n, cu), pool.clone()
+    for _ in range(1000):
+        pool[n:].fill_(math.nan)
+        assert torch.equal(bits(prefill(*inputs.tensors, pool, read, read + n, cu)), bits(first))
+        assert torch.equal(bits(pool), bits(state))
 
 
 def test_calls_on_two_streams_at_once(monkeypatch):
