@@ -20,7 +20,8 @@ GENTLE_BOUND = -5.4  # log decay a token; 16 of it, and their inverse, are in fp
 LONG_LENGTH = 8192  # tokens of a row that is run in parts
 BLOCKS_OF_RECORDS = 2 * MULTIPROCESSORS  # on the chip at once
 ORDERED_ROWS = 32  # rows or segments that a warp puts in the order of need
-CHUNK_US = {False: {1: 1.18, 2: 2.25}, True: {1: 1.05, 2: 1.6}}  # by whether it is a transition, and slabs of a block
+CHUNK_US = {False: {1: 0.95, 2: 1.8}, True: {1: 1.05, 2: 1.6}}  # by whether it is a transition, and slabs of a block
+CROWDED = 1.45  # how much longer a chunk of half a head takes where all multiprocessors load records
 WORKSPACE_BYTES = 1 << 30  # most that one launch may take for records
 
 
@@ -38,12 +39,15 @@ def slots_per_launch(slots: int, heads: int) -> int:
     return -(-slots // launches)
 
 
-def slabs_per_block(chains: int, heads: int) -> Literal[1, 2]:
-    """Half a head a block where the chip has a multiprocessor for each half; a function of shapes alone, the bits are equal.
+def slabs_per_block(chains: int, heads: int, equal: bool = False) -> Literal[1, 2]:
+    """Half a head a block where that ends sooner, which shapes alone decide; the bits are equal.
 
-    chains: rows, or segments of rows, that a launch walks for each head.
+    chains: rows, or segments of rows, that a launch walks for each head. Halves load each record twice, but fill the chip better,
+    more so where chains differ in length; `equal` says that they do not.
     """
-    return 1 if 2 * chains * heads <= MULTIPROCESSORS else 2
+    halves, wholes = (-(-n * chains * heads // MULTIPROCESSORS) for n in (2, 1))
+    few = 2 * chains * heads <= (1.0 if equal else 1.5) * MULTIPROCESSORS
+    return 1 if few or halves < 1.85 * wholes - 0.5 else 2
 
 
 @dataclass(frozen=True)
@@ -76,26 +80,42 @@ def overlap(slots: int, heads: int, chains: int, steps: float, transition: bool,
     """
     items, chunk_us = slots * heads, CHUNK_US[transition]
     if not transition:
-        steps *= 1.0 if chains == 1 else 1.5 if chains <= 4 else 2.0
-    alone = chunk_us[slabs_per_block(chains, heads)] * (1.25 if 2 * chains * heads > 100 and not transition else 1.0)
-    sequence = max(items * 5.6 / MULTIPROCESSORS, 11) + 6 + steps * alone
-    best, least = None, 0.98 * sequence - extra_us
+        steps *= 1.0 if chains == 1 else 1.75 if chains == 2 else 1.25 if chains <= 4 else 2.0
+    crowded = not transition and 2 * chains * heads > 80
+    alone = chunk_us[slabs_per_block(chains, heads, transition)] * (CROWDED if crowded else 1.0)
+    made = max(items * 5.25 / MULTIPROCESSORS, 11 * min(-(-items // BLOCKS_OF_RECORDS), 3))
+    sequence = made + 6 + steps * alone
+    # Of several rows the longest is not known, and transitions are followed by launches that wait for all: less is sure to gain.
+    best, least = None, (0.98 if chains <= 2 else 0.94) * sequence - extra_us - (6 if transition else 0)
     if steps * alone < 0.35 * sequence:
         return None
     for slabs in SLABS:
         blocks = chains * heads * 2 // slabs
         # Whole heads fall behind the records, which leave L2 before they are read where there are many.
-        if blocks > (64 if chains <= 4 else 96) or (slabs == 2 and items > 2500 and not transition):
+        if blocks > (64 if chains <= 4 else 96) or (
+            slabs == 2 and items > 2500 and not transition and chains * heads > 32
+        ):
             continue
-        stay, chain = MULTIPROCESSORS - blocks, steps * chunk_us[slabs]
+        stay = MULTIPROCESSORS - blocks
         round_us = 9.8 + 0.026 * stay if slabs == 1 else 12.4
+        early = 40 if chains * heads <= 12 else 0
         for rounds in range(items // BLOCKS_OF_RECORDS + 1):
+            beside = chunk_us[slabs] * (1.0 if transition else beside_records(slabs, blocks, chains, rounds))
             rest = -(-(items - rounds * BLOCKS_OF_RECORDS) // (2 * stay)) * round_us + 3
-            time = 4 + max(12.4 * rounds, 8) + max(chain, rest)
+            time = 4 + max(12.4 * rounds, 8 if early else 11) + max(steps * beside, rest)
             if time < least:
-                early = 40 if rounds == 0 and chains * heads <= 12 else 0
-                best, least = Overlap(slabs, stay, rounds, early), time
+                best, least = Overlap(slabs, stay, rounds, 0 if rounds else early), time
     return best
+
+
+def beside_records(slabs: int, blocks: int, chains: int, rounds: int) -> float:
+    """How much longer a chunk takes beside the records: its loads come late, later where many blocks load, and where the records
+    made in `rounds` no longer are in L2; sooner where the first ones were made ahead."""
+    if slabs == 1 and (rounds > 12 or (blocks > 48 and chains > 2)):
+        return 1.5
+    if slabs == 1 and blocks > 48:
+        return 1.25
+    return 1.14 if rounds else 1.2
 
 
 def parts_of_long_rows(heads: int) -> int:

@@ -171,9 +171,9 @@ def test_launches_over_chunks_share_them_equally_within_the_workspace(slots: int
     assert slots <= window * -(-slots // window) < slots + window
 
 
-def test_half_a_head_a_block_only_where_every_half_has_a_multiprocessor() -> None:
-    assert config.slabs_per_block(1, 66) == 1
-    assert config.slabs_per_block(1, 67) == 2
+def test_half_a_head_a_block_of_equal_chains_only_where_every_half_has_a_multiprocessor() -> None:
+    assert config.slabs_per_block(1, 66, equal=True) == 1
+    assert config.slabs_per_block(1, 67, equal=True) == 2
     assert config.slabs_per_block(2050, 1) == 2
 
 

@@ -1,0 +1,46 @@
+"""How a KDA prefill call is cut into launches: what holds for every choice, and the choices that measurements gave."""
+
+from __future__ import annotations
+
+import pytest
+
+from compact_state.cute_kernels.configs.kda_prefill import MULTIPROCESSORS, overlap, slabs_per_block
+
+HEADS = (1, 8, 12, 16, 32, 64)
+
+
+def beside(heads, *lengths):
+    """The choice for whole rows."""
+    rows, tokens = len(lengths), sum(lengths)
+    slots = tokens // 64 + rows
+    return overlap(slots, heads, rows, slots / rows, False, 0.0)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("chains", [1, 2, 4, 9, 30])
+@pytest.mark.parametrize("transition", [False, True])
+def test_both_sides_have_multiprocessors_and_no_round_is_empty(heads, chains, transition):
+    for slots in (1, 33, 129, 513, 5000):
+        plan = overlap(slots, heads, chains, slots / chains, transition, 0.0)
+        if plan is not None:
+            assert plan.stay == MULTIPROCESSORS - chains * heads * 2 // plan.slabs > 0
+            assert 2 * MULTIPROCESSORS * plan.rounds <= slots * heads
+            assert plan.rounds == 0 or plan.early == 0
+
+
+def test_one_long_chain_runs_beside_its_records():
+    for heads, length in ((16, 1024), (12, 2048), (16, 8192), (16, 32768), (32, 8192), (32, 32768)):
+        assert beside(heads, length) is not None
+
+
+def test_chains_that_fill_the_chip_follow_their_records():
+    assert beside(64, 8192) is None
+    for heads in HEADS[1:]:
+        assert beside(heads, *[2048] * 4) is None
+        assert beside(heads, *[1024] * 8) is None
+
+
+def test_halves_where_wholes_leave_multiprocessors_idle():
+    assert [slabs_per_block(1, heads) for heads in HEADS] == [1] * len(HEADS)
+    assert slabs_per_block(6, 16) == slabs_per_block(6, 32) == 1
+    assert slabs_per_block(6, 16, equal=True) == slabs_per_block(8, 16) == slabs_per_block(32, 16) == 2
