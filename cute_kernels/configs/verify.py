@@ -19,6 +19,7 @@ HEAD_DIM = 128
 
 
 WY_OPERAND_STRIDE = 160  # bf16 of an operand row: 8 rows of 16-byte vectors hit all banks
+WY_NORM_STRIDE = 12  # words of a vector's eight shares of its square: 8 rows of 16 bytes hit all banks
 WY_OLD_STRIDE = 68  # words of a logged token's row: 8 rows of 16 bytes hit all banks
 
 
@@ -31,7 +32,7 @@ def wy_regions(kda: bool, warps: int) -> dict[str, int]:
         "upto": 0 if kda else MAX_TOKENS,
         "behind": 0 if kda else MAX_TOKENS,
         "total": HEAD_DIM if kda else 4,
-        "norms": 3 * MAX_TOKENS * warps,
+        "norms": 3 * MAX_TOKENS * WY_NORM_STRIDE,
         "pairs": warps * 32 * 4,
         "operands": 2 * parts * MAX_TOKENS * WY_OPERAND_STRIDE // 2,
         "old": parts * MAX_TOKENS * WY_OLD_STRIDE,
@@ -83,11 +84,21 @@ class VerifyKey:
         """Rows of V a block owns."""
         return self.warps * 4 * self.rows
 
+    @property
+    def early(self) -> int:
+        """Blocks of a settled launch that load while the kernel before drains: five eighths of what an H200 holds at once.
+
+        With all of them nobody would read between the end of that kernel and the first stores of this one.
+        """
+        held = self.blocks if self.blocks > 1 else 4  # fp32's tile of 64 rows: by its shared memory
+        return 132 * held * 5 // 8
+
     def shared_bytes(self) -> int:
         """Shared memory of a block: old and new k, new q, u and v, KDA's decays, scalars, and the landing buffer."""
         kda = self.kind != "gdn"
         if self.wy:
-            return 4 * sum(wy_regions(kda, self.warps).values()) + 2 * HEAD_DIM * HEAD_DIM + 8 * self.warps + 64
+            landings = 2 * (HEAD_DIM + self.warps // 2) * HEAD_DIM + 8 * self.warps
+            return 4 * sum(wy_regions(kda, self.warps).values()) + landings + 64
         old_words = MAX_TOKENS * (HEAD_DIM * (2 if kda else 1) + self.tile + (0 if kda else 4))
         new_words = 0 if self.commit else MAX_TOKENS * (HEAD_DIM * (3 if kda else 2) + self.tile // 2 + 4)
         landing = self.tile * HEAD_DIM * (4 if self.state == "float32" else 2)

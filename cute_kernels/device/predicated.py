@@ -8,6 +8,8 @@ A warp of the tensor-core forms reads 32 bytes of each of eight rows: the second
 import cutlass.cute as cute
 from cutlass import BFloat16, Int32, Int64, Uint32
 
+from .memory import offset_ptr
+
 
 def load_words_where(condition, ptr, n):
     """`n` (1, 2 or 4) words at a global pointer as a tuple."""
@@ -20,6 +22,11 @@ def load_words_where(condition, ptr, n):
         read_only_args=[Int32(condition), Int64(ptr.toint())],
     )
     return words if n > 1 else (words,)
+
+
+def load_int_where(condition, vector, place):
+    """An element of a vector of int32."""
+    return load_words_where(condition, offset_ptr(vector.iterator, place, Int32, 4), 1)[0].to(Int32)
 
 
 def load_half_where(condition, ptr):

@@ -11,8 +11,10 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32, const_expr
 
 from ..configs.verify import MAX_TOKENS
+from ..configs.verify import WY_NORM_STRIDE as NORM_STRIDE
 from ..configs.verify import WY_OLD_STRIDE as OLD_STRIDE
 from ..configs.verify import WY_OPERAND_STRIDE as OPERAND_STRIDE
+from .arith import mul_rn
 from .kda_gate import decay_bounded, decay_softplus, gate_constants
 from .memory import load_vector, smem_ptr, store_vector, widen, zero_vector
 from .token_step import L2NORM_EPS
@@ -23,7 +25,7 @@ LEVELS = 3  # bits of a token's number
 
 
 class WyTokens:
-    """Methods of a kernel class that has `kda`, `bounded`, `parts` (words of an operand) and `at` (first words of regions)."""
+    """Methods of a kernel class that has `kda`, `bounded`, `pieces` (words of an operand) and `at` (first words of regions)."""
 
     @cute.jit
     def decays(
@@ -35,7 +37,7 @@ class WyTokens:
         factor = decay_bounded if const_expr(self.bounded) else decay_softplus
         raw = widen(rRaw, OWN)
         for i in cutlass.range_constexpr(OWN):
-            decay = factor(raw[i], slope, rBias[i] * slope, rate)
+            decay = factor(raw[i], slope, mul_rn(rBias[i], slope), rate)
             rDecay[i] = decay if live else Float32(1.0)
         return rDecay
 
@@ -84,7 +86,7 @@ class WyTokens:
     def put_old(self, rawK: cute.Tensor, rDecay, base: cute.Pointer, warp: Int32, lane: Int32):
         """W k of the logged tokens as operands of the commit (GDN: k, its W goes with u), and KDA's product of all decays."""
         token, l4 = lane // 4, lane % 4
-        words = cute.make_rmem_tensor(cute.make_layout(2 * self.parts), Uint32)
+        words = cute.make_rmem_tensor(cute.make_layout(2 * self.pieces), Uint32)
         if const_expr(self.kda):
             rS, rE, rTotal = scan_registers(rDecay)
             for level in cutlass.range_constexpr(LEVELS):
@@ -99,7 +101,7 @@ class WyTokens:
             words[0], words[1] = wK[0], wK[1]
         # The word of channels 32 j + 8 a + 2 p stands at 16 j + 4 p + a, so that 8 of a row are the columns of an mma tile.
         column = warp // 2 * 16 + l4 % 2 * 8 + warp % 2 * 2 + l4 // 2
-        for part in cutlass.range_constexpr(self.parts):
+        for part in cutlass.range_constexpr(self.pieces):
             at = base + (self.at["old"] + (part * MAX_TOKENS + token) * OLD_STRIDE + column)
             for i in cutlass.range_constexpr(2):
                 smem_ptr(at, 4 * i, Uint32, 4).store(words[2 * part + i])
@@ -120,7 +122,7 @@ class WyTokens:
                 squares += cute.arch.shuffle_sync_bfly(squares, offset=1 << step)
             mine = squares if l4 == which else mine
         if l4 < 3:
-            (base + (self.at["norms"] + (l4 * MAX_TOKENS + token) * 8 + warp)).store(mine)
+            (base + (self.at["norms"] + (l4 * MAX_TOKENS + token) * NORM_STRIDE + warp)).store(mine)
 
     @cute.jit
     def put_decays(self, decay: Float32, base: cute.Pointer, lane: Int32):
@@ -154,7 +156,7 @@ class WyTokens:
     @cute.jit
     def norm(self, base: cute.Pointer, l2norm: Boolean, scale: Float32, lane: Int32) -> Float32:
         """Lane i of a warp: the factor of new k (i = 0..7), q (8..15, with the scale) and logged k (16..23) of token i % 8."""
-        at = self.at["norms"] + cutlass.min(lane, 3 * MAX_TOKENS - 1) * 8
+        at = self.at["norms"] + cutlass.min(lane, 3 * MAX_TOKENS - 1) * NORM_STRIDE
         shares = load_vector(smem_ptr(base, at, Float32, 16), 8)
         squares = Float32(L2NORM_EPS)
         for i in cutlass.range_constexpr(8):

@@ -32,20 +32,11 @@ from ..configs.layer import CONV_BIAS, CONV_WIDTH, MAPPED, NORM_BF16, SETTLED, S
 from ..configs.verify import MAX_TOKENS
 from ..device.arith import fma_rn
 from ..device.conv import DTYPES, fake_tokens
-from ..device.draft_conv import (
-    CONV_THREADS,
-    PART,
-    channel_of,
-    conv_registers,
-    convolve_into,
-    load_history,
-    load_inputs,
-    store_inputs,
-)
+from ..device.draft_conv import CONV_THREADS, DraftConv
 from ..device.draft_layer import load_weight, output_gates, weight_values
 from ..device.layer_parts import gated
-from ..device.memory import load_vector, offset_ptr, smem_ptr, store_vector
-from ..device.predicated import load_words_where, store_word_where
+from ..device.memory import load_vector, smem_ptr, store_vector
+from ..device.predicated import load_int_where, load_words_where, store_word_where
 from ..device.reduce import sum_over
 from ..device.state_io import row_ptr
 from ..device.token_step import HEAD_DIM, NORM_LANES, NORM_VALUES
@@ -143,10 +134,12 @@ class LayerVerify(RecurrentVerify):
         tidx, _, _ = cute.arch.thread_idx()
         head, row_low, row_high = cute.arch.block_idx()
         seq = row_high * GRID_Y + row_low
-        if (flags & SETTLED) == 0:
+        early = ((flags & SETTLED) != 0) & (seq * cute.size(mState, mode=[1]) + head < self.key.early)
+        if not early:
             cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
         if seq < n:
-            position = load_words_where(seq < n, offset_ptr(mPositions.iterator, seq, Int32, 4), 1)[0].to(Int32)
+            position = load_int_where(seq < n, mPositions, seq)
             row = self.resolve_row(
                 mReadIds, mWriteIds, mCu, mLogK, mHalf, mRows, mAccepted, cute.size(mState, mode=[0]), (flags & MAPPED) != 0,
                 seq, head, heads_ratio,
@@ -159,10 +152,10 @@ class LayerVerify(RecurrentVerify):
                 self.layer_row(
                     (mX, mGate, mBeta, mZ, mTaps, mConvBias, mConvState, mALog, mBias, mNormWeight, mState, mLogK, mLogU,
                      mLogGate, mLogX, mOut),
-                    row, position, flags, scale, lower_bound, eps, tidx, head, hk,
+                    row, position, early, flags, scale, lower_bound, eps, tidx, head, hk,
                 )  # fmt: skip
             if not (reads | writes):
-                self.wait((flags & SETTLED) != 0)
+                self.wait(early)
                 self.zero_rows(mOut, tidx, head, Int32(0), start, start + length)
             if seq == n - 1:
                 self.zero_rows(mOut, tidx, head, Int32(0), Int32(mCu[n]), cute.size(mOut, mode=[0]))
@@ -173,6 +166,7 @@ class LayerVerify(RecurrentVerify):
         tensors,
         row,
         position: Int32,
+        early: Boolean,
         flags: Int32,
         scale: Float32,
         lower_bound: Float32,
@@ -198,20 +192,15 @@ class LayerVerify(RecurrentVerify):
         # Warps 2 to 7 convolve, 0 to 3 have the logged tokens, 4 to 7 the new ones.
         lane, warp, thread = tidx % 32, tidx // 32, tidx % 128
         thread_new = (tidx + 128) % 256
-        slot = (tidx + CONV_THREADS) % 256
-        channel = channel_of(slot, head, key_head, hk)
-        convolves = cute.arch.make_warp_uniform(slot // 32) < CONV_THREADS // 32
-        conv = conv_registers(self.weight_dtype)
+        conv = DraftConv(self.weight_dtype, (tidx + CONV_THREADS) % 256, head, key_head, hk)
         old = self.old_registers()
         self.load_old(old, mLogK, mLogU, mLogGate, tidx, head, Int32(0), key_head, log_in, replayed)
-        if convolves:
-            load_history(conv, mTaps, mConvState, mLogX, (position, read, reads, replayed, log_in), channel)
+        conv.load_history(mTaps, mConvState, mLogX, (position, read, reads, replayed, log_in))
         bf16 = flags & NORM_BF16
         weight = load_weight(mNormWeight, lane * 4, bf16, 4)
-        self.wait((flags & SETTLED) != 0)
+        self.wait(early)
 
-        if convolves:
-            load_inputs(conv[2], mX, channel, start, length)
+        conv.load_inputs(mX, start, length)
         rGate, rBeta = self.block.gate_registers()
         self.block.load_gates(rGate, rBeta, mGate, mBeta, tidx, start, length, head)
         rZ = load_words_where(warp < length, row_ptr(mZ, start + warp, head * HEAD_DIM + lane * 4, 8), 2)
@@ -222,18 +211,14 @@ class LayerVerify(RecurrentVerify):
             self.block.put_gates(rGate, rBeta, parameters, sNew.iterator, lower_bound, tidx, length)
             if logged:
                 self.log_gate(rGate, sNew.iterator, mLogGate, tidx, head, log_out, length)
-        if convolves:
-            destination = (position, read, write, writes, replayed, logged, log_out)
-            if first_of_key_head | (slot >= 2 * PART):
-                store_inputs(conv, mConvState, mLogX, destination, channel, length)
-            # k and q of a token, as words, where its output will stand; v in its record.
-            part = slot // PART
-            place = Int32((sO.iterator + slot % (2 * PART)).toint())
-            step = Int32(4 * HEAD_DIM)
-            if part == 2:
-                place = Int32((sNew.iterator + (self.block.at_v + slot % PART)).toint())
-                step = Int32(4 * self.block.record)
-            convolve_into(conv, mConvBias, channel, flags & CONV_BIAS, length, place, step)
+        # k and q of a token, as words, where its output will stand; v in its record.
+        place = Int32((sO.iterator + (conv.part * HEAD_DIM // 2 + conv.place)).toint())
+        step = Int32(4 * HEAD_DIM)
+        if conv.part == 2:
+            place = Int32((sNew.iterator + (self.block.at_v + conv.place)).toint())
+            step = Int32(4 * self.block.record)
+        destination = (position, read, write, writes, replayed, logged, log_out)
+        conv.run(mConvBias, mConvState, mLogX, destination, first_of_key_head, flags & CONV_BIAS, length, place, step)
         if cute.arch.make_warp_uniform(warp) < length:
             rG = cute.make_rmem_tensor(cute.make_layout(4), Float32)
             gates = output_gates(rZ, weight_values(weight, bf16), flags & SILU_GATE)

@@ -30,7 +30,7 @@ from ..compile.fake import fake_ids, fake_stream, fake_vector
 from ..configs.verify import MAX_TOKENS, VerifyKey
 from ..device.landed_rows import LandedRows
 from ..device.memory import load_vector, offset_ptr, smem_ptr, store_vector, zero_vector
-from ..device.predicated import load_into_where, store_half_where, store_word_where, zero_words
+from ..device.predicated import load_int_where, load_into_where, store_half_where, store_word_where, zero_words
 from ..device.state_io import row_ptr, slot_is_valid
 from ..device.token_block import TokenBlock, put_decays
 from ..device.token_step import (
@@ -148,9 +148,12 @@ class RecurrentVerify(LandedRows):
         tidx, _, _ = cute.arch.thread_idx()
         place, row_low, row_high = cute.arch.block_idx()
         seq = row_high * GRID_Y + row_low
+        blocks, _, _ = cute.arch.grid_dim()
+        early = (settled != 0) & (seq * blocks + place < self.key.early)
         if const_expr(self.key.pdl):
-            if settled == 0:
+            if not early:
                 cute.arch.griddepcontrol_wait()
+                cute.arch.griddepcontrol_launch_dependents()
         if seq < n:
             head, tile = place // self.tiles, place % self.tiles
             (
@@ -162,12 +165,12 @@ class RecurrentVerify(LandedRows):
             if reads | writes:
                 self.live_row(
                     mQ, mK, mV, mGate, mBeta, mALog, mBias, mState, mLogK, mLogU, mLogGate, mOut, l2norm != 0, rounds != 0,
-                    settled != 0, scale, lower_bound, tidx, head, tile, key_head, read, write, reads, writes, logged,
+                    early, scale, lower_bound, tidx, head, tile, key_head, read, write, reads, writes, logged,
                     first_of_key_head & (tile == 0), log_in, log_out, start, length, replayed,
                 )  # fmt: skip
             if const_expr(not self.commit):
                 if not (reads | writes):
-                    self.wait(settled != 0)
+                    self.wait(early)
                     self.zero_rows(mOut, tidx, head, tile, start, start + length)
                 if seq == n - 1:
                     self.zero_rows(mOut, tidx, head, tile, Int32(mCu[n]), cute.size(mOut, mode=[0]))
@@ -192,9 +195,11 @@ class RecurrentVerify(LandedRows):
         log_rows = cute.size(mHalf, mode=[0])
         max_tokens = cutlass.min(cute.size(mLogK, mode=[2]), MAX_TOKENS)
         read, write, accepted = Int32(mReadIds[seq]), Int32(mWriteIds[seq]), Int32(mAccepted[seq])
-        log_row = seq
+        # The half is asked for beside the ids, but where the log row must be known first.
+        log_row, half = seq, load_int_where(seq < log_rows, mHalf, seq)
         if indexed:
             log_row = Int32(mRows[seq])
+            half = load_int_where(slot_is_valid(log_row, log_rows), mHalf, log_row)
         start, length = Int32(0), Int32(0)
         if const_expr(not self.commit):
             start = Int32(mCu[seq])
@@ -204,9 +209,7 @@ class RecurrentVerify(LandedRows):
         writes = counted & slot_is_valid(write, num_slots)
         logged = (reads | writes) & slot_is_valid(log_row, log_rows)
         replayed = accepted if logged else Int32(0)
-        half = Int32(0)
-        if slot_is_valid(log_row, log_rows):  # without waiting for the ids
-            half = Int32(mHalf[log_row]) & 1
+        half = half & 1
         # First token of the half that is read and of the half that is written, in tokens of the whole log.
         log_in = (Int64(log_row) * 2 + half) * cute.size(mLogK, mode=[2])
         log_out = (Int64(log_row) * 2 + (half ^ 1)) * cute.size(mLogK, mode=[2])
@@ -216,15 +219,15 @@ class RecurrentVerify(LandedRows):
         return read, write, reads, writes, logged, log_in, log_out, start, length, replayed, key_head, first
 
     @cute.jit
-    def wait(self, settled: Boolean):
-        """A dependent launch waits for the kernel before it, if it has not at its start; then the next one may start.
+    def wait(self, early: Boolean):
+        """An early block of a dependent launch waits for the kernel before it; then the next one may start.
 
         In this order, so that whatever ran two kernels back is complete when a kernel starts.
         """
         if const_expr(self.key.pdl):
-            if settled:
+            if early:
                 cute.arch.griddepcontrol_wait()
-            cute.arch.griddepcontrol_launch_dependents()
+                cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
     def zero_rows(self, mOut: cute.Tensor, tidx: Int32, head: Int32, tile: Int32, begin: Int32, end: Int32):
@@ -251,7 +254,7 @@ class RecurrentVerify(LandedRows):
         mOut: cute.Tensor | None,
         l2norm: Boolean,
         rounds: Boolean,
-        settled: Boolean,
+        early: Boolean,
         scale: Float32,
         lower_bound: Float32,
         tidx: Int32,
@@ -287,7 +290,7 @@ class RecurrentVerify(LandedRows):
         new, parameters = None, None
         if const_expr(not self.commit or self.kda):
             parameters = self.block.parameters(mALog, mBias, tidx, head)
-        self.wait(settled)
+        self.wait(early)
         if const_expr(not self.commit):
             new = self.block.registers()
             self.block.load(new, mQ, mK, mV, mGate, mBeta, thread_new, start, length, key_head, head, column)

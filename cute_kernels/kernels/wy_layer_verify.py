@@ -16,20 +16,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32
 
-from ..configs.layer import CONV_BIAS, NORM_BF16, SETTLED, SILU_GATE, LayerVerifyKey, wy_layer_regions
+from ..configs.layer import CONV_BIAS, NORM_BF16, SILU_GATE, LayerVerifyKey, wy_layer_regions
 from ..configs.layer import WY_VALUE_STRIDE as VALUE_STRIDE
 from ..configs.verify import MAX_TOKENS
 from ..configs.verify import WY_OPERAND_STRIDE as OPERAND_STRIDE
-from ..device.draft_conv import (
-    CONV_THREADS,
-    PART,
-    channel_of,
-    conv_registers,
-    convolve_into,
-    load_history,
-    load_inputs,
-    store_inputs,
-)
+from ..device.draft_conv import CONV_THREADS, DraftConv
 from ..device.draft_layer import load_weight, output_gates, weight_values
 from ..device.memory import load_vector, smem_ptr, store_vector
 from ..device.predicated import load_words_where
@@ -38,7 +29,7 @@ from ..device.token_step import HEAD_DIM
 from ..device.warp_ops import pack_bf16
 from ..device.wy_math import word_ptr
 from .layer_verify import LayerVerify, compile_layer
-from .wy_verify import WyVerify
+from .wy_verify import WyVerify, own_row
 
 
 class WyLayerVerify(LayerVerify, WyVerify):
@@ -54,6 +45,7 @@ class WyLayerVerify(LayerVerify, WyVerify):
         tensors,
         row,
         position: Int32,
+        early: Boolean,
         flags: Int32,
         scale: Float32,
         lower_bound: Float32,
@@ -68,24 +60,18 @@ class WyLayerVerify(LayerVerify, WyVerify):
         ) = tensors  # fmt: skip
         read, write, reads, writes, logged, log_in, log_out, start, length, replayed, key_head, first_of_key_head = row
         smem = self.allocate()
-        early = self.load_early(
-            smem, mState, mLogK, mLogU, mLogGate, tidx, head, key_head, read, reads, log_in, replayed
-        )
+        old = self.load_early(smem, mState, mLogK, mLogU, mLogGate, tidx, head, key_head, read, reads, log_in, replayed)
         base = smem[0]
         lane, warp = tidx % 32, tidx // 32
         quad, l4 = lane // 4, lane % 4
-        row_v = head * HEAD_DIM + warp * 16 + 2 * quad
-        channel = channel_of(tidx, head, key_head, hk)
-        convolves = cute.arch.make_warp_uniform(warp) < CONV_THREADS // 32
-        conv = conv_registers(self.weight_dtype)
-        if convolves:
-            load_history(conv, mTaps, mConvState, mLogX, (position, read, reads, replayed, log_in), channel)
+        row_v = head * HEAD_DIM + own_row(warp, quad)
+        conv = DraftConv(self.weight_dtype, tidx, head, key_head, hk)
+        conv.load_history(mTaps, mConvState, mLogX, (position, read, reads, replayed, log_in))
         bf16, values = flags & NORM_BF16, 2 * cutlass.max(tidx - CONV_THREADS, 0)
         weight = load_weight(mNormWeight, values, bf16, 2)
-        self.wait((flags & SETTLED) != 0)
+        self.wait(early)
 
-        if convolves:
-            load_inputs(conv[2], mX, channel, start, length)
+        conv.load_inputs(mX, start, length)
         rK, rQ, rGate, rV, rBeta = self.new_registers()
         new = (rK, rQ, rGate, rV, rBeta)
         self.load_gates(new, mGate, mBeta, tidx, head, start, length)
@@ -94,19 +80,14 @@ class WyLayerVerify(LayerVerify, WyVerify):
             t = 2 * l4 + e
             z.append(load_words_where(t < length, row_ptr(mZ, start + t, row_v, 4), 1)[0])
         parameters = self.load_parameters(mALog, mBias, tidx, head)
-        self.put_logged(base, early, parameters, lower_bound, tidx, replayed)
-        if convolves:
-            destination = (position, read, write, writes, replayed, logged, log_out)
-            if first_of_key_head | (tidx >= 2 * PART):
-                store_inputs(conv, mConvState, mLogX, destination, channel, length)
-            # A thread's part: q, k or v. Operands' lines are those of k, then of q.
-            part = tidx // PART
-            line = cutlass.max(1 - part, 0) * self.parts * MAX_TOKENS * OPERAND_STRIDE // 2 + self.at["operands"]
-            place = (self.at["values"] if part == 2 else line) + tidx % PART
-            step = Int32(4 * VALUE_STRIDE) if part == 2 else Int32(2 * OPERAND_STRIDE)
-            place = Int32((base + place).toint())
-            convolve_into(conv, mConvBias, channel, flags & CONV_BIAS, length, place, step)
-        else:
+        self.put_logged(base, old, new, parameters, lower_bound, tidx, replayed)
+        # Operands' lines are those of k, then of q.
+        line = cutlass.max(1 - conv.part, 0) * self.pieces * MAX_TOKENS * OPERAND_STRIDE // 2 + self.at["operands"]
+        place = Int32((base + ((self.at["values"] if conv.part == 2 else line) + conv.place)).toint())
+        step = Int32(4 * VALUE_STRIDE) if conv.part == 2 else Int32(2 * OPERAND_STRIDE)
+        destination = (position, read, write, writes, replayed, logged, log_out)
+        conv.run(mConvBias, mConvState, mLogX, destination, first_of_key_head, flags & CONV_BIAS, length, place, step)
+        if cute.arch.make_warp_uniform(warp) >= CONV_THREADS // 32:
             rW = cute.make_rmem_tensor(cute.make_layout(2), Float32)
             rW[0], rW[1] = weight_values(weight, bf16)
             store_vector(rW, smem_ptr(base, self.at["weight"] + values, Float32, 8), 2)
@@ -114,35 +95,36 @@ class WyLayerVerify(LayerVerify, WyVerify):
 
         words = [cute.recast_tensor(rX, Uint32) for rX in (rK, rQ)]
         for i in cutlass.range_constexpr(2):
-            pair = load_vector(self.operand(base, i * self.parts, quad, warp, l4), 2)
+            pair = load_vector(self.operand(base, i * self.pieces, quad, warp, l4), 2)
             words[i][0], words[i][1] = pair[0], pair[1]
         for e in cutlass.range_constexpr(2):
             own = self.value_ptr(base, 2 * l4 + e, warp, quad)
             rV[e] = own.load()
             own.store(z[e])
         self.run_row(
-            smem, early, new, parameters, (mState, mLogK, mLogU, mLogGate), (mOut, flags & SILU_GATE, eps), tidx, head,
+            smem, old, new, parameters, (mState, mLogK, mLogU, mLogGate), (mOut, flags & SILU_GATE, eps), tidx, head,
             key_head, Boolean(True), scale, lower_bound, write, reads, writes, logged, first_of_key_head, log_out, start,
             length, replayed,
         )  # fmt: skip
 
     def value_ptr(self, base, token, warp, quad):
         """Place of v, later of the raw output gate, of a token at a lane's two rows of V."""
-        return smem_ptr(base, self.at["values"] + token * VALUE_STRIDE + warp * 8 + quad, Uint32, 4)
+        return smem_ptr(base, self.at["values"] + token * VALUE_STRIDE + own_row(warp, quad) // 2, Uint32, 4)
 
     @cute.jit
-    def put_outputs(self, o, base: cute.Pointer, output, row: Int32, lane: Int32, start: Int32, length: Int32):
+    def put_outputs(
+        self, o, base: cute.Pointer, output, head: Int32, warp: Int32, lane: Int32, start: Int32, length: Int32
+    ):
         """The gated norm of a lane's outputs, (token, row) in order. All warps of the block come here or none."""
         mOut, silu, eps = output
         quad, l4 = lane // 4, lane % 4
-        warp = row % HEAD_DIM // 16
         for e in cutlass.range_constexpr(2):
             squares = o[e] * o[e] + o[2 + e] * o[2 + e]
             for step in cutlass.range_constexpr(3):
                 squares += cute.arch.shuffle_sync_bfly(squares, offset=4 << step)
             if quad == 0:
                 (base + (self.at["squares"] + (2 * l4 + e) * 8 + warp)).store(squares)
-        rW = load_vector(smem_ptr(base, self.at["weight"] + row % HEAD_DIM, Float32, 8), 2)
+        rW = load_vector(smem_ptr(base, self.at["weight"] + own_row(warp, quad), Float32, 8), 2)
         gates = []
         for e in cutlass.range_constexpr(2):
             gates.append(output_gates([self.value_ptr(base, 2 * l4 + e, warp, quad).load()], rW, silu))
@@ -156,6 +138,7 @@ class WyLayerVerify(LayerVerify, WyVerify):
             norm = cute.math.rsqrt(squares * Float32(1.0 / HEAD_DIM) + eps, fastmath=True)
             if t < length:
                 word = pack_bf16(o[e] * norm * gates[e][0], o[2 + e] * norm * gates[e][1])
+                row = head * HEAD_DIM + own_row(warp, quad)
                 word_ptr(row_ptr(mOut, start + t, row, 4)).store(word)
 
 

@@ -11,19 +11,20 @@ Token by token the recurrence costs 4 fp32 instructions an element and token, wh
 Here every token costs tensor-core dots against the bits that are stored anyway.
 
 A block of 8 warps owns one (sequence n, value head h); grid (HV, N). A warp owns 16 rows of V throughout.
-1  every thread issues its loads: the warp's rows of state by a bulk copy into shared memory, its rows of u and v, and 4 channels
+1  every thread issues its loads: the warp's rows of state by bulk copies into shared memory, its rows of u and v, and 4 channels
    of a token: the four lanes of quad t have token t, the warp has 16 channels;
 2  a warp, on its 16 channels of all tokens: KDA's decays and their products by a scan over the quads, operands D k, D q and
-   W k to shared memory, and the share of its channels in A, C and the norms by mma; one barrier, the only one;
+   W k to shared memory, and the share of its channels in A, C and the norms by mma; one barrier of all;
 3  a warp, on its 16 rows of V, 32 of K at a time: commit by mma, round, back to shared memory, dots by mma against the rounded
-   registers; a bulk copy stores the rows; then it adds up the eight shares of A and C, inverts I + beta A by substitution over
-   shuffles, and forms u and o by mma.
+   registers; bulk copies store the rows. One warp first adds up the eight shares of A and C and inverts I + beta A by
+   substitution over shuffles, for which the others wait at a second barrier; u and o by mma.
 Operands: bf16 inputs are exact; what is fp32 goes in as hi + lo, so that a product is right to 16 bits, but for KDA's pairs, in
 tf32. k and q stay raw, their norms and GDN's decays multiply sums and u. Decays enter as products between two tokens, never as
 a quotient: any gate is safe.
 Order of K: lane l of a quad has 8 consecutive values K = 32 j + 8 l + i, as 16-byte vectors. Taken as the column pair p =
 i // 2 of quad lane l in mma tile 4 j + p, they are accumulators of the commit and, two tiles together, A operands of the
-dots, with no shuffle. Rows of V: rows q and q + 8 of a tile are rows 2 q and 2 q + 1 of the warp, so that stores are pairs.
+dots, with no shuffle. Rows of V: rows q and q + 8 of a tile are two neighbours of the warp's, so that stores are pairs. Quads
+take turns between the halves of a warp's rows, which lie on different banks (`landed_rows`).
 Ids, counts, log and races: as in `recurrent_verify`, whose host function and row rules this class shares.
 """
 
@@ -54,11 +55,16 @@ def log_at(first, token, width, inner):
     return Int64(Int32(first) + token) * Int64(width) + Int64(inner)
 
 
+def own_row(warp, quad):
+    """First of a lane's two rows of V within the head: quads take turns between the halves of the warp's 16 rows."""
+    return warp * 16 + quad % 2 * 8 + quad // 2 * 2
+
+
 class WyVerify(WyTokens, recurrent_verify.RecurrentVerify):
     def __init__(self, key: VerifyKey):
         super().__init__(key)
-        self.landings = self.warps
-        self.parts = 2 if self.kda else 1  # words of an operand: hi and lo, or exact
+        self.landings, self.split = self.warps, True
+        self.pieces = 2 if self.kda else 1  # words of an operand: hi and lo, or exact
         self.at, self.words = {}, 0  # first word of each region
         for name, size in wy_regions(self.kda, self.warps).items():
             self.at[name] = self.words
@@ -81,7 +87,7 @@ class WyVerify(WyTokens, recurrent_verify.RecurrentVerify):
         mOut: cute.Tensor,
         l2norm: Boolean,
         rounds: Boolean,
-        settled: Boolean,
+        early: Boolean,
         scale: Float32,
         lower_bound: Float32,
         tidx: Int32,
@@ -101,31 +107,30 @@ class WyVerify(WyTokens, recurrent_verify.RecurrentVerify):
         replayed: Int32,
     ):
         smem = self.allocate()
-        early = self.load_early(
-            smem, mState, mLogK, mLogU, mLogGate, tidx, head, key_head, read, reads, log_in, replayed
-        )
-        self.wait(settled)
+        old = self.load_early(smem, mState, mLogK, mLogU, mLogGate, tidx, head, key_head, read, reads, log_in, replayed)
+        self.wait(early)
         new = self.new_registers()
         self.load_new(new, mQ, mK, mV, mGate, mBeta, tidx, head, key_head, start, length)
         parameters = self.load_parameters(mALog, mBias, tidx, head)
-        self.put_logged(smem[0], early, parameters, lower_bound, tidx, replayed)
+        self.put_logged(smem[0], old, new, parameters, lower_bound, tidx, replayed)
         self.run_row(
-            smem, early, new, parameters, (mState, mLogK, mLogU, mLogGate), (mOut,), tidx, head, key_head, l2norm, scale,
+            smem, old, new, parameters, (mState, mLogK, mLogU, mLogGate), (mOut,), tidx, head, key_head, l2norm, scale,
             lower_bound, write, reads, writes, logged, logs_key, log_out, start, length, replayed,
         )  # fmt: skip
 
     def allocate(self):
         """Shared memory of a block: the regions' first word, the landing buffer and its barriers, one a warp."""
         smem = cutlass.utils.SmemAllocator()
-        sLanding = smem.allocate_tensor(BFloat16, cute.make_layout(HEAD_DIM * HEAD_DIM), 128)
+        sLanding = smem.allocate_tensor(BFloat16, cute.make_layout(self.landed_at(self.warps, 16 * HEAD_DIM, 0)), 128)
         bars = smem.allocate_array(Int64, self.landings)
         return smem.allocate_tensor(Float32, cute.make_layout(self.words), 128).iterator, sLanding, bars
 
     def new_registers(self):
         """Zeroed registers for new tokens: k and q of a lane's channels, the gate, words of v, beta's bits."""
-        k, q, gate = (zero_words(OWN) for _ in range(3))
         words, beta = (cute.make_rmem_tensor(cute.make_layout(n), Uint32) for n in (2, 1))
-        words[0], words[1], beta[0] = Uint32(0), Uint32(0), Uint32(0)
+        words[0], words[1] = Uint32(0), Uint32(0)
+        k, q, gate = (zero_words(OWN) for _ in range(3))
+        beta[0] = Uint32(0)
         return k, q, gate, words, beta
 
     @cute.jit
@@ -145,16 +150,15 @@ class WyVerify(WyTokens, recurrent_verify.RecurrentVerify):
         replayed: Int32,
     ):
         """Issue the loads of what the kernel before did not write: state, logged u, k and gates."""
-        base, sLanding, bars = smem
+        _, sLanding, bars = smem
         lane, warp = tidx % 32, tidx // 32
         quad, l4 = lane // 4, lane % 4
-        row = head * HEAD_DIM + warp * 16 + 2 * quad  # this lane's rows of V: row, row + 1
-        channel = warp * 16 + OWN * l4  # its channels of token `quad`
         self.land_rows(mState, sLanding, bars, read, reads, head * HEAD_DIM, tidx)
-        rWords = cute.make_rmem_tensor(cute.make_layout(4), Uint32)
-        self.load_u(rWords, mLogU, row, l4, log_in, replayed)
-        rK, rGate = zero_words(OWN), zero_words(OWN)
         hk, hv = cute.size(mLogK, mode=[3]), cute.size(mLogGate, mode=[3])
+        channel = warp * 16 + OWN * l4  # the lane's first of token `quad`
+        rWords = cute.make_rmem_tensor(cute.make_layout(4), Uint32)
+        self.load_u(rWords, mLogU, head * HEAD_DIM + own_row(warp, quad), l4, log_in, replayed)
+        rK, rGate = zero_words(OWN), zero_words(OWN)
         at = log_at(log_in, quad, hk * HEAD_DIM, key_head * HEAD_DIM + channel)
         load_into_where(quad < replayed, rK, offset_ptr(mLogK.iterator, at, BFloat16, 8))
         if const_expr(self.kda):
@@ -202,7 +206,7 @@ class WyVerify(WyTokens, recurrent_verify.RecurrentVerify):
         place = key_head * HEAD_DIM + warp * 16 + OWN * l4
         load_into_where(quad < length, rK, row_ptr(mK, start + quad, place, 8))
         load_into_where(quad < length, rQ, row_ptr(mQ, start + quad, place, 8))
-        place = head * HEAD_DIM + warp * 16 + 2 * quad
+        place = head * HEAD_DIM + own_row(warp, quad)
         for e in cutlass.range_constexpr(2):
             t = 2 * l4 + e
             rV[e] = load_words_where(t < length, row_ptr(mV, start + t, place, 4), 1)[0]
@@ -224,26 +228,34 @@ class WyVerify(WyTokens, recurrent_verify.RecurrentVerify):
         rBeta[0] = load_half_where(tidx < length, row_ptr(mBeta, start + tidx, head, 2))
 
     @cute.jit
-    def put_logged(self, base: cute.Pointer, early, parameters, lower_bound: Float32, tidx: Int32, replayed: Int32):
+    def put_logged(self, base: cute.Pointer, old, new, parameters, lower_bound: Float32, tidx: Int32, replayed: Int32):
         """Operands of the commit. They need nothing of the new tokens, whose loads may still be under way."""
-        _, rK, rGate = early
+        _, rK, rGate = old
         a_log, rBias = parameters
         lane, warp = tidx % 32, tidx // 32
+        zero = Uint32(0)
         if replayed > 0:
             rDecay = None
             if const_expr(self.kda):
                 rDecay = self.decays(rGate, rBias, a_log, lower_bound, lane // 4 < replayed)
+                zero = cute.recast_tensor(rDecay, Uint32)[OWN - 1] >> 31
             self.put_old(rK, rDecay, base, warp, lane)
         if const_expr(not self.kda):
             if warp == 1:
                 decay = as_float(cute.recast_tensor(rGate, Uint32)[0])
                 self.put_old_decays(decay if lane < replayed else Float32(1.0), base, lane)
+        # Decays of new tokens would be scheduled before those of logged ones, and wait for loads that are issued last: they
+        # need a zero that a logged decay's sign gives.
+        if const_expr(self.kda):
+            words = cute.recast_tensor(new[2], Uint32)
+            for i in cutlass.range_constexpr(OWN // 2):
+                words[i] = words[i] | zero
 
     @cute.jit
     def run_row(
         self,
         smem,
-        early,
+        old,
         new,
         parameters,
         tensors,
@@ -266,13 +278,12 @@ class WyVerify(WyTokens, recurrent_verify.RecurrentVerify):
     ):
         """Log, operands of the new tokens, commit and their results."""
         base, sLanding, bars = smem
-        rOldU, rOldK, _ = early
+        rOldU, rOldK, _ = old
         a_log, rBias = parameters
         rK, rQ, rGate, rV, rBeta = new
         mState, mLogK, mLogU, mLogGate = tensors
         lane, warp = tidx % 32, tidx // 32
         quad, l4 = lane // 4, lane % 4
-        row = head * HEAD_DIM + warp * 16 + 2 * quad
         hk, hv = cute.size(mLogK, mode=[3]), cute.size(mLogGate, mode=[3])
         if logged and quad < length:
             channel = warp * 16 + OWN * l4
@@ -304,13 +315,14 @@ class WyVerify(WyTokens, recurrent_verify.RecurrentVerify):
         norm = self.norm(base, l2norm, scale, lane)
         if (length > 0) & (warp == head % self.warps):
             self.solve(norm, base, lane)
-        landed = sLanding.iterator + ((warp * 16 + 2 * quad) * HEAD_DIM + l4 * 8)
+        half = self.landed_at(warp, 16 * HEAD_DIM, quad % 2)
+        landed = sLanding.iterator + (half + quad // 2 * 2 * HEAD_DIM + l4 * 8)
         rDots = self.commit_and_dot(landed, rOldU, norm, base, replayed, quad, l4)
         cute.arch.fence_view_async_shared()
         self.send_rows(mState, sLanding, write, writes, head * HEAD_DIM, warp, lane)
         if length > 0:
             cute.arch.barrier(barrier_id=SOLVED, number_of_threads=self.threads)
-            self.finish(rDots, rV, norm, base, output, mLogU, row, lane, logged, log_out, start, length)
+            self.finish(rDots, rV, norm, base, output, mLogU, head, warp, lane, logged, log_out, start, length)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
@@ -369,7 +381,7 @@ class WyVerify(WyTokens, recurrent_verify.RecurrentVerify):
                     c0, c1 = unpack_bf16(rState[p, 0])
                     c2, c3 = unpack_bf16(rState[p, 1])
                     acc = (c0 * total[2 * p], c1 * total[2 * p + 1], c2 * total[2 * p], c3 * total[2 * p + 1])
-                    for part in cutlass.range_constexpr(self.parts):
+                    for part in cutlass.range_constexpr(self.pieces):
                         acc = mma_16816(a_old[part], (b_old[2 * p], b_old[2 * p + 1]), acc, "bf16")
                     rA[0, p] = pack_bf16(acc[0], acc[1])
                     rA[1, p] = pack_bf16(acc[2], acc[3])
@@ -384,8 +396,8 @@ class WyVerify(WyTokens, recurrent_verify.RecurrentVerify):
                         rA[r, p] = rState[p, r] | zero
             for which in cutlass.range_constexpr(2):
                 acc = (rDots[4 * which], rDots[4 * which + 1], rDots[4 * which + 2], rDots[4 * which + 3])
-                for part in cutlass.range_constexpr(self.parts):
-                    at = (which * self.parts + part) * MAX_TOKENS + quad
+                for part in cutlass.range_constexpr(self.pieces):
+                    at = (which * self.pieces + part) * MAX_TOKENS + quad
                     place = self.at["operands"] + (at * OPERAND_STRIDE + j * CHUNK + l4 * 8) // 2
                     b = load_vector(smem_ptr(base, place, Uint32, 16), 4)
                     for half in cutlass.range_constexpr(2):
@@ -415,14 +427,15 @@ class WyVerify(WyTokens, recurrent_verify.RecurrentVerify):
         base: cute.Pointer,
         output,
         mLogU: cute.Tensor,
-        row: Int32,
+        head: Int32,
+        warp: Int32,
         lane: Int32,
         logged: Boolean,
         log_out: Int64,
         start: Int32,
         length: Int32,
     ):
-        """u and o of the warp's 16 rows; a lane has rows `row`, `row` + 1 of tokens 2 l4, 2 l4 + 1."""
+        """u and o of the warp's 16 rows; a lane has two of them, of tokens 2 l4, 2 l4 + 1."""
         l4 = lane % 4
         solved = load_vector(smem_ptr(base, self.at["pairs"] + lane * 4, Uint32, 16), 4)
         rFactors = zero_vector(Float32, 6)  # beta, those of k and of q, of tokens 2 l4 and 2 l4 + 1
@@ -435,6 +448,7 @@ class WyVerify(WyTokens, recurrent_verify.RecurrentVerify):
             upto = load_vector(smem_ptr(base, self.at["upto"] + 2 * l4, Float32, 8), 2)
             for e in cutlass.range_constexpr(2):
                 rFactors[2 + e], rFactors[4 + e] = rFactors[2 + e] * upto[e], rFactors[4 + e] * upto[e]
+        row = head * HEAD_DIM + own_row(warp, lane // 4)
         rY, rR = zero_vector(Float32, 4), zero_vector(Float32, 4)  # (token, row)
         for e in cutlass.range_constexpr(2):
             values = unpack_bf16(rV[e])
@@ -453,11 +467,14 @@ class WyVerify(WyTokens, recurrent_verify.RecurrentVerify):
                     rPair = zero_vector(Float32, 2)
                     rPair[0], rPair[1] = u[e], u[2 + e]
                     store_vector(rPair, offset_ptr(mLogU.iterator, log_at(log_out, t, width, row), Float32, 8), 2)
-        self.put_outputs(o, base, output, row, lane, start, length)
+        self.put_outputs(o, base, output, head, warp, lane, start, length)
 
     @cute.jit
-    def put_outputs(self, o, base: cute.Pointer, output, row: Int32, lane: Int32, start: Int32, length: Int32):
+    def put_outputs(
+        self, o, base: cute.Pointer, output, head: Int32, warp: Int32, lane: Int32, start: Int32, length: Int32
+    ):
         """A lane's outputs, (token, row) in order, rounded into their rows of the result."""
+        row = head * HEAD_DIM + own_row(warp, lane // 4)
         for e in cutlass.range_constexpr(2):
             t = 2 * (lane % 4) + e
             if t < length:
