@@ -86,7 +86,7 @@ def _recurrent_shape(case: Case) -> Shape:
 
 
 def _recurrent_candidates(shape: Shape) -> list[Key]:
-    return [key for key in recurrent.candidates(shape["kind"], shape["state"]) if key.tile >= MIN_TILE]
+    return [key for key in recurrent.candidates(shape["kind"], shape["state"], shape["heads"]) if key.tile >= MIN_TILE]
 
 
 _DECODE = Space(

@@ -18,6 +18,8 @@ from .verify import VerifyKey
 WeightDtype = Literal["float32", "bfloat16"]
 WEIGHT_DTYPES: tuple[WeightDtype, ...] = ("float32", "bfloat16")
 CONV_WIDTH = 4
+STREAMED_HEADS = 1024  # sequences x value heads
+ONE_WAVE = (448, 528)  # blocks of eight warps, four of which an SM holds
 SM_SHARED_BYTES = 233_472  # of one SM; each block takes 1 KiB besides its own
 
 # Bits of the kernel's `flags` argument: what changes between calls without changing the code.
@@ -45,9 +47,10 @@ class LayerDecodeKey:
     weight: dtype of the conv's taps and bias. rows: V rows a lane holds at a time, 1, 2 or 4. warps: warps a block.
     blocks: the most blocks an SM may hold at once, kept by shared memory that is asked for and not used; 0 is no limit.
     early: blocks of a settled launch that load while the previous kernel drains, the others wait first; 0 is all.
+    landed: passes whose rows are on their way at once; 0 is all.
     """
 
-    TUNED: ClassVar[tuple[str, ...]] = ("rows", "warps", "blocks", "early")
+    TUNED: ClassVar[tuple[str, ...]] = ("rows", "warps", "blocks", "early", "landed")
 
     kind: Kind
     state: StateDtype
@@ -56,18 +59,20 @@ class LayerDecodeKey:
     warps: int
     blocks: int = 0
     early: int = 0
+    landed: int = 0
 
     def symbol(self) -> str:
         """C identifier of the specialisation."""
         limits = f"b{self.blocks}" if self.blocks else ""
         limits += f"e{self.early}" if self.early else ""
+        limits += f"a{self.landed}" if self.landed else ""
         tile = f"r{self.rows}w{self.warps}{limits}"
         return f"layer_decode_{self.kind}_{SHORT[self.state]}_w{SHORT[self.weight]}_{tile}"
 
     @property
     def lanes(self) -> int:
-        """Lanes that share a row of V: 16 on an fp32 pool, where it measured 1 % faster (docs/notes/layer_decode.md)."""
-        return 16 if self.state == "float32" else 8
+        """Lanes that share a row of V: 16 on an fp32 pool or with passes of 4 KiB (docs/notes/layer_decode.md), else 8."""
+        return 16 if self.state == "float32" or self.landed else 8
 
     @property
     def pass_rows(self) -> int:
@@ -76,7 +81,8 @@ class LayerDecodeKey:
 
     def shared_bytes(self) -> int:
         """Shared memory of a block: the landed state, a barrier a pass, six vectors of a head, two scalars, the unused part."""
-        state = 128 * 128 * (4 if self.state == "float32" else 2)
+        landed = self.landed * self.pass_rows if self.landed else 128
+        state = landed * 128 * (4 if self.state == "float32" else 2)
         return state + 8 * (128 // self.pass_rows) + 6 * 128 * 4 + 2 * 4 + 128 + self.unused_bytes()
 
     def unused_bytes(self) -> int:
@@ -94,6 +100,8 @@ class LayerDecodeKey:
             return f"warps={self.warps}: two warps convolve and two prepare the gates, at most 16"
         if 128 % self.pass_rows:
             return f"warps={self.warps}, rows={self.rows}: a pass of {self.pass_rows} rows does not divide 128"
+        if not 0 <= self.landed <= 128 // self.pass_rows:
+            return f"landed={self.landed}: a head has {128 // self.pass_rows} passes"
         return None
 
 
@@ -150,21 +158,25 @@ def choose(kind: Kind, state: StateDtype, weight: WeightDtype, heads: int = 0) -
 
 
 def heuristic(kind: Kind, state: StateDtype, weight: WeightDtype, heads: int = 0) -> LayerDecodeKey:
-    """One for every batch: 16 KiB (bf16: 8 KiB) a bulk copy; with whole heads in fp32 two blocks an SM are faster
-    than three, and half of them early faster than all."""
+    """16 KiB (bf16: 8 KiB) a bulk copy and whole heads on their way; in fp32 two blocks an SM are faster than three, and half of
+    them early faster than all. bf16 passes land by turns where eight warps a block make one wave, or four warps one or more.
+    """
     if state == "float32":
         return LayerDecodeKey(kind, state, weight, 2, 8, 2, 132)
-    return LayerDecodeKey(kind, state, weight, 2, 4)
+    if ONE_WAVE[0] <= heads <= ONE_WAVE[1]:
+        return LayerDecodeKey(kind, state, weight, 2, 8, landed=2)
+    return LayerDecodeKey(kind, state, weight, 2, 4, landed=4 if heads >= STREAMED_HEADS else 0)
 
 
 def candidates(kind: Kind, state: StateDtype, weight: WeightDtype) -> list[LayerDecodeKey]:
     """The space a sweep tries."""
     keys = [
-        LayerDecodeKey(kind, state, weight, rows, warps, blocks, early)
+        LayerDecodeKey(kind, state, weight, rows, warps, blocks, early, landed)
         for rows in (1, 2, 4)
         for warps in (4, 8, 16)
         for blocks in (0, 2, 3)
         for early in (0, 132)
+        for landed in (0, 2, 4)
     ]
     return [key for key in keys if key.rejection() is None]
 
@@ -176,7 +188,7 @@ def shipped() -> list[Entry]:
         for state in STATE_DTYPES:
             for weight in WEIGHT_DTYPES:
                 shape = {"kind": kind, "state": state, "weight": weight}
-                keys |= {heuristic(kind, state, weight)}
+                keys |= {heuristic(kind, state, weight, heads) for heads in (0, ONE_WAVE[0], STREAMED_HEADS)}
                 keys |= tables.shipped_keys("layer_decode", shape, heuristic(kind, state, weight))
     verify = [
         choose_verify_layer(kind, state, weight) for kind in KINDS for state in STATE_DTYPES for weight in WEIGHT_DTYPES

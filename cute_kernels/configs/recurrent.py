@@ -6,7 +6,7 @@ rows of 8 K values.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from ..compile.manifest import Entry, ResourceBudget
@@ -17,6 +17,10 @@ StateDtype = Literal["float32", "bfloat16"]
 SHORT = {"float32": "f32", "bfloat16": "bf16"}
 KINDS: tuple[Kind, ...] = ("gdn", "kda_softplus", "kda_bounded")
 STATE_DTYPES: tuple[StateDtype, ...] = ("float32", "bfloat16")
+#: Blocks that load their state while the previous kernel drains: half of what an H200 holds. With all of them nobody reads
+#: between the end of that kernel and the first stores of this one.
+EARLY_BLOCKS = 8 * 132
+MANY_HEADS = 768  # sequences x value heads
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,7 @@ class RecurrentDecodeKey:
     """Everything that changes the code of `kernels/recurrent_decode.py`.
 
     rows: V rows a lane holds, 1, 2 or 4. warps: warps a block. pdl: start while the previous kernel of the stream drains.
+    early: blocks of a settled launch that load while it does; the others wait first.
     """
 
     TUNED: ClassVar[tuple[str, ...]] = ("rows", "warps", "pdl")
@@ -33,10 +38,13 @@ class RecurrentDecodeKey:
     rows: int
     warps: int
     pdl: bool
+    early: int = EARLY_BLOCKS
 
     def symbol(self) -> str:
         """C identifier of the specialisation."""
-        return f"recurrent_decode_{self.kind}_{SHORT[self.state]}_r{self.rows}w{self.warps}{'_pdl' if self.pdl else ''}"
+        early = "" if self.early == EARLY_BLOCKS else f"e{self.early}"
+        tile = f"r{self.rows}w{self.warps}{early}{'_pdl' if self.pdl else ''}"
+        return f"recurrent_decode_{self.kind}_{SHORT[self.state]}_{tile}"
 
     @property
     def tile(self) -> int:
@@ -62,15 +70,21 @@ def heuristic(kind: Kind, state: StateDtype, heads: int) -> RecurrentDecodeKey:
     """What `choose` returns where nothing was measured: one tile for every batch.
 
     A block of two warps moves 4 KiB, the size that a plain copy of slots does best with: with more bytes a block loses 4 %, with
-    less the rate of block launches bounds it. 16 lanes a row leave registers for 16 blocks on an SM.
+    less the rate of block launches bounds it. 16 lanes a row leave registers for 16 blocks on an SM. Large fp32 batches have
+    half as many more blocks load early.
     """
-    return RecurrentDecodeKey(kind, state, 2 if state == "float32" else 4, 2, True)
+    if state == "float32":
+        return RecurrentDecodeKey(
+            kind, state, 2, 2, True, EARLY_BLOCKS * 3 // 2 if heads >= MANY_HEADS else EARLY_BLOCKS
+        )
+    return RecurrentDecodeKey(kind, state, 4, 2, True)
 
 
-def candidates(kind: Kind, state: StateDtype) -> list[RecurrentDecodeKey]:
-    """The space a sweep tries."""
+def candidates(kind: Kind, state: StateDtype, heads: int = 1) -> list[RecurrentDecodeKey]:
+    """The space a sweep tries: tiles, with the heuristic's early blocks."""
+    default = heuristic(kind, state, heads)
     keys = [
-        RecurrentDecodeKey(kind, state, rows, warps, pdl)
+        replace(default, rows=rows, warps=warps, pdl=pdl)
         for rows in (1, 2, 4)
         for warps in (2, 4, 8)
         for pdl in (False, True)
@@ -84,5 +98,7 @@ def shipped() -> list[Entry]:
     for kind in KINDS:
         for state in STATE_DTYPES:
             default = heuristic(kind, state, 1)
-            keys |= {default} | tables.shipped_keys("recurrent_decode", {"kind": kind, "state": state}, default)
+            keys |= {default, heuristic(kind, state, MANY_HEADS)} | tables.shipped_keys(
+                "recurrent_decode", {"kind": kind, "state": state}, default
+            )
     return [Entry("recurrent_decode", key, ResourceBudget(max_registers=64)) for key in sorted(keys, key=repr)]

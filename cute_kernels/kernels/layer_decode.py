@@ -3,11 +3,13 @@
     q, k, v = silu(conv(x)) rounded to bf16;  q, k normalised;  one GDN or KDA token;  y = o / rms(o) * w * act(z)
 
 A block owns one (sequence n, value head h) with all 128 rows of V; grid (HV, N), so that the heads of a row run together.
-1  one thread issues the state as bulk copies into shared memory, one a pass; 16 lanes each for k, q and v load window and taps;
+1  one thread issues the state as bulk copies into shared memory, one a pass, all of them or the first `landed`; 16 lanes each for
+   k, q and v load window and taps;
 2  with `settled` it waits for the previous kernel only now (with `early` the first blocks do), else before 1; then the next
    kernel may start;
 3  these lanes load x, convolve, write the window, normalise and form k.q; another warp prepares act(z) w, the last the gates;
-4  one barrier; then, pass by pass: wait for its rows, `token_step`, S' from registers to the write slot, o to shared memory;
+4  one barrier; then, pass by pass: wait for its rows, `token_step`, S' from registers to the write slot, o to shared memory; with
+   `landed` a later pass lands where every thread has read this one;
 5  one barrier; one warp forms the norm of the 128 values of o and stores the row.
 The token is `token_step` on bf16 q, k, v: states and windows equal those of conv decode and recurrent decode bit for bit.
 
@@ -66,6 +68,7 @@ class LayerDecode:
         self.bounded = key.kind == "kda_bounded"
         self.rows, self.lanes, self.pass_rows = key.rows, key.lanes, key.pass_rows
         self.passes = HEAD_DIM // self.pass_rows
+        self.landed = key.landed or self.passes
         self.pass_bytes = self.pass_rows * HEAD_DIM * self.dtype.width // 8
         self.threads = 32 * key.warps
         # KDA's 128 gates: over as many of the threads that do not convolve as divide them evenly.
@@ -199,7 +202,7 @@ class LayerDecode:
         early: Boolean,
     ):
         smem = cutlass.utils.SmemAllocator()
-        sState = smem.allocate_tensor(self.dtype, cute.make_layout(HEAD_DIM * HEAD_DIM), 128)
+        sState = smem.allocate_tensor(self.dtype, cute.make_layout(self.landed * self.pass_rows * HEAD_DIM), 128)
         bars = smem.allocate_array(Int64, self.passes)
         sKQ = smem.allocate_tensor(Float32, cute.make_layout(2 * HEAD_DIM), 16)
         sV = smem.allocate_tensor(Float32, cute.make_layout(HEAD_DIM), 16)
@@ -260,8 +263,15 @@ class LayerDecode:
             own = row0 + owned_row(lane, self.rows, self.lanes)
             if reads:
                 cute.arch.mbarrier_wait(bars + p, 0)
-            source = smem_ptr(sState.iterator, inner, self.dtype, 16)
+            back = (p - p % self.landed) * self.pass_rows * HEAD_DIM
+            source = smem_ptr(sState.iterator, inner - back, self.dtype, 16)
             landed = load_rows(source, self.rows, self.dtype, self.lanes)
+            if const_expr(p + self.landed < self.passes):
+                # A barrier alone does not wait for loads that are under way, and the copy is no access of these threads.
+                cute.arch.fence_view_async_shared()
+                cute.arch.sync_threads()
+                if tidx == 0 and reads:
+                    self.land_pass(mState, sState, bars, head_start, read, p + self.landed)
             rS = widen_rows(landed, self.rows, self.dtype, self.lanes)
             o, _ = token_step(rS, rK, rQ, decay, beta, sV[own], kq, lane, self.rows, self.lanes)
             if writes:
@@ -285,25 +295,37 @@ class LayerDecode:
         reads: Boolean,
     ):
         """Start the copies of the head's state, one barrier a pass; with no read slot the landing buffer is zeroed instead."""
-        size = self.pass_rows * HEAD_DIM
         if tidx == 0:
             for p in cutlass.range_constexpr(self.passes):
                 cute.arch.mbarrier_init(bars + p, 1)
             cute.arch.mbarrier_init_fence()
             if reads:
-                atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), self.dtype, num_bits_per_copy=self.pass_bytes * 8)
-                source = slot_ptr(mState, read, head * HEAD_DIM * HEAD_DIM)
-                for p in cutlass.range_constexpr(self.passes):
-                    cute.arch.mbarrier_arrive_and_expect_tx(bars + p, self.pass_bytes)
-                    part = cute.make_tensor(source + p * size, cute.make_layout(size))
-                    landing = cute.make_tensor(sState.iterator + p * size, cute.make_layout(size))
-                    cute.copy(atom, part, landing, mbar_ptr=bars + p)
+                for p in cutlass.range_constexpr(self.landed):
+                    self.land_pass(mState, sState, bars, head * HEAD_DIM * HEAD_DIM, read, p)
         if not reads:
             width = vector_width(self.dtype)
-            for i in cutlass.range(tidx, HEAD_DIM * HEAD_DIM // width, self.threads, unroll=1):
+            for i in cutlass.range(tidx, self.landed * self.pass_rows * HEAD_DIM // width, self.threads, unroll=1):
                 store_vector(
                     zero_vector(self.dtype, width), smem_ptr(sState.iterator, i * width, self.dtype, 16), width
                 )
+
+    @cute.jit
+    def land_pass(
+        self,
+        mState: cute.Tensor,
+        sState: cute.Tensor,
+        bars: cute.Pointer,
+        head_start: Int32,
+        read: Int32,
+        p: cutlass.Constexpr,
+    ):
+        """Start the copy of one pass into its place of the landing buffer."""
+        size = self.pass_rows * HEAD_DIM
+        atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), self.dtype, num_bits_per_copy=self.pass_bytes * 8)
+        cute.arch.mbarrier_arrive_and_expect_tx(bars + p, self.pass_bytes)
+        part = cute.make_tensor(slot_ptr(mState, read, head_start) + p * size, cute.make_layout(size))
+        landing = cute.make_tensor(sState.iterator + p % self.landed * size, cute.make_layout(size))
+        cute.copy(atom, part, landing, mbar_ptr=bars + p)
 
     @cute.jit
     def store_window(

@@ -46,9 +46,6 @@ from ..device.token_step import (
     widen_rows,
 )
 
-#: Blocks that load their state while the previous kernel drains: half of what an H200 holds. With all of them nobody reads
-#: between the end of that kernel and the first stores of this one.
-EARLY_BLOCKS = 8 * 132
 LANES = 16  # that share a row of V: with 8 a thread holds twice the k, q and decay, and fewer blocks fit an SM
 GRID_Y = 65535  # rows of the grid; more sequences go to its z dimension
 
@@ -132,7 +129,7 @@ class RecurrentDecode:
         seq = row_high * GRID_Y + row_low
         if seq < n:
             tiles, _, _ = cute.arch.grid_dim()
-            early = (settled != 0) & (seq * tiles + tile < EARLY_BLOCKS)
+            early = (settled != 0) & (seq * tiles + tile < self.key.early)
             self.step(
                 mQ, mK, mV, mGate, mBeta, mALog, mBias, mState, mReadIds, mWriteIds, mOut, l2norm, early, scale, lower_bound,
                 heads_ratio, tidx, tile // self.tiles, tile % self.tiles, seq,

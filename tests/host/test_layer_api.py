@@ -86,16 +86,19 @@ def test_every_choice_is_legal_and_ships():
     for kind in configs.KINDS:
         for state in configs.STATE_DTYPES:
             for weight in configs.WEIGHT_DTYPES:
-                key = configs.heuristic(kind, state, weight)
+                edges = (edge + step for edge in (*configs.ONE_WAVE, configs.STREAMED_HEADS) for step in (-1, 0, 1))
+                for heads in (0, 1, *edges, 10**6):
+                    key = configs.heuristic(kind, state, weight, heads)
+                    ruled.add(key)
+                    assert shipped[key] == "layer_decode"
+                    assert shipped[configs.choose(kind, state, weight, heads)] == "layer_decode"
                 verify = configs.choose_verify_layer(kind, state, weight)
-                ruled |= {key, verify}
-                assert shipped[key] == "layer_decode"
-                assert shipped[configs.choose(kind, state, weight)] == "layer_decode"
+                ruled.add(verify)
                 assert shipped[verify] == configs.verify_file(verify)
                 assert verify.rejection() is None
                 assert verify.verify.tile == 128, "a norm over V takes a block that has all of it"
                 assert verify.verify.wy == choose_verify(kind, state, 1).wy, "the bare verify's bits need its form"
-    assert len(ruled) == 24
+    assert len(ruled) == 36
     for key, kernel in shipped.items():  # by rule or from a table
         if kernel == "layer_decode":
             assert key.rejection() is None

@@ -10,6 +10,7 @@ import torch
 from layer_case import DTYPES, KINDS, ORACLE, bits, make_pools, make_step
 
 from compact_state.cute_kernels import causal_conv1d_decode, gdn_decode, kda_decode
+from compact_state.cute_kernels.configs import tables
 from compact_state.cute_kernels.errors import InvalidArgumentError, UnsupportedConfigError
 from compact_state.cute_kernels.reference.datasets import ids
 from compact_state.cute_kernels.reference.layer import gated_rms_norm, split_heads
@@ -25,6 +26,8 @@ GEOMETRIES = (
 )  # fmt: skip
 # Rounding the row to bf16 alone gives up to 0.002; a q, k or v that falls on the other side of a bf16 tie adds a little.
 OUTPUT_TOLERANCE = 0.003
+# bf16 passes that land by turns, as large batches and those of one wave have them.
+BY_TURNS = ({"rows": 2, "warps": 4, "landed": 4}, {"rows": 2, "warps": 8, "landed": 2})
 SINGLE = {"gdn": gdn_decode, "kda": kda_decode}
 
 
@@ -181,8 +184,12 @@ def test_rows_do_not_depend_on_the_batch_or_the_slot(kind, bound, dtype):
         assert torch.equal(bits(small_state[moved.long()]), bits(state[chosen + n]))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_D4_a_hundred_equal_repeats_in_place(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "settings"),
+    [(torch.float32, {}), (torch.bfloat16, {"landed": 0}), *((torch.bfloat16, by_turns) for by_turns in BY_TURNS)],
+    ids=str,
+)
+def test_D4_a_hundred_equal_repeats_in_place(dtype, settings):
     """More blocks than fit at once, three value heads to a window: a race over the ring would show as a difference."""
     n = 64
     step = make_step("gdn", None, n, 4, 12)
@@ -190,11 +197,37 @@ def test_D4_a_hundred_equal_repeats_in_place(dtype):
     slots = torch.arange(n, dtype=torch.int32, device="cuda")
     positions = slots * 5
     first = None
-    for _ in range(100):
-        now = windows.clone(), state.clone()
-        out = step.kernel(*now, slots, slots, positions)
-        first = first or (out, *now)
-        assert all(torch.equal(bits(x), bits(y)) for x, y in zip((out, *now), first))
+    with tables.forced("layer_decode", settings):
+        for _ in range(100):
+            now = windows.clone(), state.clone()
+            out = step.kernel(*now, slots, slots, positions)
+            first = first or (out, *now)
+            assert all(torch.equal(bits(x), bits(y)) for x, y in zip((out, *now), first))
+
+
+@pytest.mark.parametrize("weight", DTYPES, ids=str)
+@pytest.mark.parametrize(("kind", "bound"), KINDS)
+def test_passes_that_land_by_turns_equal_heads_that_land_whole(kind, bound, weight):
+    """Bitwise on a bf16 pool: in place, into other slots, with ids that mean none, early and late."""
+    n, slots = 40, 90
+    step = make_step(kind, bound, n, 4, 4, weight=weight)
+    pools = make_pools(slots, step, torch.bfloat16)
+    order = torch.randperm(slots, generator=torch.Generator().manual_seed(5)).to("cuda", torch.int32)
+    same, apart = order[:n], order[n : 2 * n]
+    none = torch.where(torch.arange(n, device="cuda") % 3 == 0, -1, same).to(torch.int32)
+    positions = torch.arange(n, dtype=torch.int32, device="cuda")
+    for read, write in ((same, same), (same, apart), (none, apart), (same, none)):
+        for settled in (False, True):
+            found = []
+            for settings in ({"warps": 4, "landed": 0}, *BY_TURNS):
+                now = tuple(pool.clone() for pool in pools)
+                out = torch.full(
+                    step.z.shape, math.nan, dtype=torch.bfloat16, device="cuda"
+                )  # what stands before the launch
+                with tables.forced("layer_decode", settings):
+                    step.kernel(*now, read, write, positions, settled=settled, out=out)
+                found.append((out, *now))
+            assert all(torch.equal(bits(x), bits(y)) for other in found[1:] for x, y in zip(found[0], other))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
