@@ -46,8 +46,9 @@ compile_count = 0
 
 
 def dsl_available() -> bool:
-    """Whether the compiler can be imported here."""
-    return importlib.util.find_spec("cutlass") is not None
+    """Whether the compiler can be imported here. A folder of its name without modules is a namespace, not the compiler."""
+    spec = importlib.util.find_spec("cutlass")
+    return spec is not None and spec.origin is not None
 
 
 def check_dsl_version() -> None:

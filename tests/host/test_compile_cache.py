@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,16 @@ def test_J9_truncated_and_foreign_objects_are_rebuilt(cache_folder):
 def test_without_compiler_and_library_the_error_says_what_to_do(cache_folder, monkeypatch):
     monkeypatch.setattr(cache, "dsl_available", lambda: False)
     with pytest.raises(BackendUnavailableError, match=r"advance_state_ids.*compact-state build --shared"):
+        cache.jit_cache("state_ids")(KEY)
+
+
+def test_a_folder_named_like_the_compiler_is_not_the_compiler(cache_folder, tmp_path, monkeypatch):
+    assert cache.dsl_available()
+    (tmp_path / "cutlass" / "include").mkdir(parents=True)
+    monkeypatch.delitem(sys.modules, "cutlass", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert not cache.dsl_available()
+    with pytest.raises(BackendUnavailableError, match="is not installed"):
         cache.jit_cache("state_ids")(KEY)
 
 
