@@ -22,17 +22,21 @@ FILE = Path(__file__).resolve().parents[1] / "results" / "h200" / "lmdeploy.json
 def merge(parts: Sequence[dict[str, Any]], base: dict[str, Any] | None = None) -> dict[str, Any]:
     """Parts in order, on top of `base`; a later row of one model, case, variant and caching, or engine, replaces an earlier one.
 
-    The first part's environment stands for all, with every part's command and commit.
+    The first part's environment stands for all, with every part's command and commit; `commits` and the rows say which is whose.
     """
     first = parts[0]["environment"] if base is None else base["environment"]
     result: dict[str, Any] = {**(base or {}), "environment": dict(first), "rows": []}
     for name in ("command", "commit"):
         result["environment"][name] = "; ".join(dict.fromkeys([first[name], *(p["environment"][name] for p in parts)]))
     rows = {_case(row): row for row in result.pop("serving", [])}
+    result["commits"] = dict(result.get("commits", {}))
     for part in parts:
+        commit = part["environment"]["commit"]
         for command, found in part.items():
             if command == "environment":
                 continue
+            if command != "load":
+                result["commits"][command] = commit
             if command == "judge":
                 result["judge"] = {**result.get("judge", {}), **found}
                 continue
@@ -40,7 +44,7 @@ def merge(parts: Sequence[dict[str, Any]], base: dict[str, Any] | None = None) -
                 result[command] = found
                 continue
             for row in (row for row in found["serving"] if row["trials"]):
-                rows[_case(row)] = row
+                rows[_case(row)] = {"commit": commit, **row}
                 result.setdefault("start", {}).setdefault(row["model"], {}).update(found["start"])
     return {**result, "serving": list(rows.values())}
 
@@ -89,10 +93,10 @@ def load_table(result: dict[str, Any]) -> str:
                 f"{legacy[name][1]:,.{digits}f} / {compact[name][1]:,.{digits}f}" if name in legacy else "-"
                 for name, digits in (("ttft_ms", 0), ("tpot_ms", 2), ("cached_tokens", 0))
             ]
-            + [str(min(legacy["trials"], compact["trials"]))]
+            + [str(min(legacy["trials"], compact["trials"])), compact.get("commit", "-")]
         )
     header = ["model, requests x input + output", "caching", "legacy tok/s", "compact tok/s", "gain"]
-    return table([*header, "TTFT ms", "TPOT ms", "tokens hit", "trials"], lines)
+    return table([*header, "TTFT ms", "TPOT ms", "tokens hit", "trials", "commit"], lines)
 
 
 def equality_table(result: dict[str, Any]) -> str:
