@@ -34,7 +34,7 @@ int __tvm_ffi_probe(void* self, const TVMFFIAny* given, int32_t count, TVMFFIAny
 def library(tmp_path_factory):
     """A library of one kernel, whose caller takes CPU tensors for CUDA's."""
     if shutil.which("cc") is None:
-        pytest.skip("no C compiler")
+        pytest.skip("needs a C compiler (cc) to build the caller")
     from tvm_ffi.libinfo import find_dlpack_include_path, find_include_path, find_libtvm_ffi
 
     folder = tmp_path_factory.mktemp("library")

@@ -180,7 +180,7 @@ def test_runs_from_the_repository_root_without_an_installation(tmp_path: Path) -
 
     root = Path(run.__file__).resolve().parents[1]
     if not (root / "src").is_dir():
-        pytest.skip("installed from a wheel")
+        pytest.skip("needs a source tree; this is an installed wheel")
     command = [sys.executable, "-m", "perf", "run", "--list", "--op", "gdn_decode"]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120, check=False, env={"PATH": ""})
     assert done.returncode == 0, done.stderr

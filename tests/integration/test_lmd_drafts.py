@@ -9,7 +9,7 @@ pytest.importorskip("lmdeploy", reason="lmdeploy is not installed")
 
 from lmd_drafts import draft_flow  # noqa: E402
 from lmd_flow import Flow, MessageStatus  # noqa: E402
-from test_lmd_flow import answer, is_empty, prompt  # noqa: E402
+from lmd_prompts import answer, is_empty, prompt  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ pytestmark = pytest.mark.lmdeploy
 pytest.importorskip("lmdeploy", reason="lmdeploy is not installed")
 
 from lmd_flow import Flow  # noqa: E402  after the skip: it imports lmdeploy
+from lmd_prompts import prompt  # noqa: E402
 
 from compact_state.integration.lmdeploy.checkpoints import boundaries  # noqa: E402
 
@@ -17,10 +18,6 @@ from compact_state.integration.lmdeploy.checkpoints import boundaries  # noqa: E
 @pytest.fixture(autouse=True)
 def _alignment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LMDEPLOY_COMPACT_PREFILL_SAVE_ALIGNMENT", "128")
-
-
-def prompt(length: int, seed: int) -> list[int]:
-    return [(i * 7 + seed * 13 + i // 50) % 40 + 3 for i in range(length)]
 
 
 def serve(flow: Flow, tokens: list[int]) -> int:

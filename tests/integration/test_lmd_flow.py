@@ -8,29 +8,13 @@ pytestmark = pytest.mark.lmdeploy
 pytest.importorskip("lmdeploy", reason="lmdeploy is not installed")
 
 import lmd_flow  # noqa: E402  after the skip: it imports lmdeploy
-from lmd_flow import Flow, next_token  # noqa: E402
+from lmd_flow import Flow  # noqa: E402
+from lmd_prompts import answer, is_empty, prompt  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
 def _alignment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LMDEPLOY_COMPACT_PREFILL_SAVE_ALIGNMENT", "128")
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return [(i * 7 + seed * 13 + i // 50) % 40 + 3 for i in range(length)]
-
-
-def answer(tokens: list[int], count: int, epoch: int = 0) -> list[int]:
-    context = list(tokens)
-    for _ in range(count):
-        context.append(next_token(tuple(context), epoch))
-    return context[len(tokens) :]
-
-
-def is_empty(flow: Flow) -> bool:
-    """No request holds anything: every slot is free or an evictable checkpoint."""
-    ledger = flow.ledger
-    return ledger.available == ledger.num_slots and ledger.demand == 0 and not ledger.holders
 
 
 def test_prefill_publishes_its_end_and_the_boundaries_inside_without_a_copy_of_state() -> None:
@@ -67,48 +51,6 @@ def test_a_prompt_shorter_than_the_prefill_budget_hits_its_own_prefix() -> None:
     flow = Flow(prefill_tokens=8192)
     flow.end(flow.serve(prompt(300), 1))
     assert flow.serve(prompt(300), 1).cached_tokens == 256
-
-
-def test_the_next_turn_resumes_at_the_end_of_the_first_prompt() -> None:
-    flow = Flow()
-    first = flow.serve(prompt(330), 6)
-    turn = prompt(330) + list(first.generated_ids) + prompt(40, seed=3)
-    flow.end(first)
-    second = flow.serve(turn, 3)
-    # 330 is off the block grid: the checkpoint comes with a frozen copy of the KV block it ends in.
-    assert second.cached_tokens == 330
-    assert flow.device.copies == 2
-    assert list(second.generated_ids) == answer(turn, 3)
-
-
-def test_every_turn_of_a_session_is_found_by_the_next() -> None:
-    """Behind a hit inside a KV block 0.18.0 saves nothing: the third turn finds no more than the second did."""
-    flow = Flow(blocks=1024)
-    said, found = prompt(150, 1), []
-    for turn in range(5):
-        said = said + prompt(90, 10 + turn)
-        seq = flow.serve(said, 3)
-        assert list(seq.generated_ids) == answer(said, 3)
-        found.append(int(seq.cached_tokens))
-        flow.end(seq)
-    # 420 ends in the block behind the boundary 384: of the two the boundary is kept.
-    assert found == [0, 240, 330, 384, 510]
-
-
-def test_two_sessions_that_part_behind_one_hit_share_nothing_else() -> None:
-    flow = Flow(blocks=1024, max_batches=4)
-    said = prompt(200, 1)
-    flow.end(flow.serve(said, 2))
-    for turn in range(3):
-        # The same beginning and the same next tokens in the block that the hit ends in, then other ones.
-        asked = [said + prompt(20, 5) + prompt(100, 20 + 3 * turn + tail) for tail in (0, 1, 1)]
-        seqs = [flow.add(tokens, 3) for tokens in asked]
-        flow.run()
-        for seq, tokens in zip(seqs, asked):
-            assert list(seq.generated_ids) == answer(tokens, 3)
-            assert seq.cached_tokens >= 200
-            flow.end(seq)
-    flow.run()
 
 
 def test_H7_resume_is_as_far_as_a_checkpoint_reaches_not_as_far_as_kv_does() -> None:
@@ -340,35 +282,6 @@ def test_A6_a_recycled_slot_changes_by_its_own_requests_alone() -> None:
     flow.run()
     assert list(second.generated_ids) == answer(prompt(110, 1), 30)
     assert list(third.generated_ids) == answer(prompt(90, 2), 12)
-
-
-@pytest.mark.parametrize("caching", [False, True])
-def test_a_session_that_goes_on_is_not_given_a_state_that_ran_ahead(caching: bool) -> None:
-    flow = Flow(caching=caching)
-    seq = flow.serve(prompt(200), 5)
-    spoken = list(seq.generated_ids)
-    # The forward after the last one was queued before the end was known.
-    assert flow.manager.holder(seq).position > seq.num_history_ids
-    turn = prompt(30, 4)
-    flow.go_on(seq, turn, 4)
-    flow.run()
-    assert list(seq.generated_ids) == answer(prompt(200) + spoken + turn, 4)
-
-
-@pytest.mark.parametrize("caching", [False, True])
-@pytest.mark.parametrize("beside", [0, 9])
-def test_a_turn_in_chunks_has_no_place_in_the_batch_that_its_last_turn_left(caching: bool, beside: int) -> None:
-    """The place stays in an idle engine's batch; another request may decode between the chunks."""
-    flow = Flow(caching=caching, max_batches=2, prefill_tokens=128)
-    seq = flow.serve(prompt(200), 3)
-    spoken, turn = list(seq.generated_ids), prompt(300, 4)
-    other = flow.add(prompt(20, seed=2), beside) if beside else None
-    for _ in range(3):
-        flow.step()
-    flow.go_on(seq, turn, 4)
-    flow.run()
-    assert list(seq.generated_ids) == answer(prompt(200) + spoken + turn, 4)
-    assert other is None or list(other.generated_ids) == answer(prompt(20, seed=2), beside)
 
 
 def test_kv_pressure_preempts_and_recomputes() -> None:

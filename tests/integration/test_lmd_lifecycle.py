@@ -9,23 +9,13 @@ import pytest
 pytestmark = pytest.mark.lmdeploy
 pytest.importorskip("lmdeploy", reason="lmdeploy is not installed")
 
-from lmd_flow import BLOCK, Flow, next_token  # noqa: E402  after the skip: it imports lmdeploy
+from lmd_flow import BLOCK, Flow  # noqa: E402  after the skip: it imports lmdeploy
+from lmd_prompts import answer, prompt  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
 def _alignment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LMDEPLOY_COMPACT_PREFILL_SAVE_ALIGNMENT", "128")
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return [(i * 7 + seed * 13 + i // 50) % 40 + 3 for i in range(length)]
-
-
-def answer(tokens: list[int], count: int) -> list[int]:
-    context = list(tokens)
-    for _ in range(count):
-        context.append(next_token(tuple(context)))
-    return context[len(tokens) :]
 
 
 def node_at(flow: Flow, position: int) -> Any:
