@@ -12,9 +12,8 @@ from .memory import smem_ptr, store_vector, zero_vector
 from .state_io import slot_ptr
 from .token_step import HEAD_DIM, vector_width
 
-SHIFT = (
-    32  # bf16 by which the second half of a split landing is off: its rows hit the banks the first half's leave free
-)
+# Elements by which the second half of a split landing is off: its rows hit the banks that the first half's leave free.
+SHIFT = 32
 
 
 class LandedRows:
