@@ -7,6 +7,8 @@
     python -m compact_state.integration tests/integration/lmd_mtp.py ask MODEL drafts.json --drafts 3 --caching
     python tests/integration/lmd_mtp.py compare plain.json drafts.json --out summary.json
     python tests/integration/lmd_mtp.py judge MODEL plain.json drafts.json
+    python tests/integration/lmd_mtp.py fit MODEL legacy.json --drafts 3 --budget 24      # lmdeploy's own pool
+    python -m compact_state.integration tests/integration/lmd_mtp.py fit MODEL compact.json --drafts 3 --budget 119
 
 The model's head knows few tokens, so that a random draft is right now and then: accepted counts of every size occur, which
 `ask` records. The prompts are such that no two logits of an answer come nearer than `GAP`, more than bf16 evaluations of this
@@ -31,6 +33,7 @@ TOKENS = 4  # that the head can answer, in pairs of opposite rows: one of a pair
 GAP = 0.5  # at least, between the two largest logits (standard deviation 4) of every step, as transformers computes them in bf16
 TOP = 4
 NEW = 24
+CHATS = 60  # that `fit` asks, more than lmdeploy's own pool has slots for
 # Length and seed of prompts of their own, and of tails behind a shared beginning of 600 tokens: less than a conv window, a
 # block and more, beyond an export, beyond one forward.
 ALONE = ((2, 38), (2, 61), (3, 77), (3, 119), (70, 13), (70, 128), (700, 30), (700, 36), (1500, 266), (1500, 268))
@@ -73,6 +76,28 @@ def prompts() -> list[str]:
     return [*(text(*prompt) for prompt in ALONE), *(text(600, 1) + text(*tail) for tail in TAILS)]
 
 
+def start(model: str, drafts: int, budget: int | None, eager: bool, blocks: int = 256) -> Any:
+    """A pipeline with so many drafts and KV blocks; `budget`: slots for checkpoints, None = no prefix caching."""
+    from lmdeploy import PytorchEngineConfig, pipeline
+    from lmdeploy.messages import SpeculativeConfig
+
+    config = PytorchEngineConfig(
+        dtype="bfloat16",
+        language_model_only=True,
+        num_gpu_blocks=blocks,
+        max_batch_size=8,
+        session_len=4096,
+        max_prefill_token_num=1024,
+        block_size=64,
+        enable_prefix_caching=budget is not None,
+        prefix_cache_state_budget=budget or 0,
+        eager_mode=eager,
+        logprobs_mode="raw_logits",
+    )
+    spec = SpeculativeConfig(method="qwen3_5_mtp", num_speculative_tokens=drafts) if drafts else None
+    return pipeline(model, backend_config=config, speculative_config=spec, log_level="INFO")
+
+
 def ask(model: str, out: Path, drafts: int, caching: bool, eager: bool) -> None:
     """Ask alone, once more (from the cache, if there is one), and in one batch; write ids, logits and what was accepted."""
     began = time.monotonic()
@@ -86,24 +111,9 @@ def ask(model: str, out: Path, drafts: int, caching: bool, eager: bool) -> None:
         answer(self, count)
 
     Trail.answer = counted  # type: ignore[method-assign]
-    from lmdeploy import GenerationConfig, PytorchEngineConfig, pipeline
-    from lmdeploy.messages import SpeculativeConfig
+    from lmdeploy import GenerationConfig
 
-    config = PytorchEngineConfig(
-        dtype="bfloat16",
-        language_model_only=True,
-        num_gpu_blocks=256,
-        max_batch_size=8,
-        session_len=4096,
-        max_prefill_token_num=1024,
-        block_size=64,
-        enable_prefix_caching=caching,
-        prefix_cache_state_budget=24 if caching else 0,
-        eager_mode=eager,
-        logprobs_mode="raw_logits",
-    )
-    spec = SpeculativeConfig(method="qwen3_5_mtp", num_speculative_tokens=drafts) if drafts else None
-    pipe = pipeline(model, backend_config=config, speculative_config=spec, log_level="INFO")
+    pipe = start(model, drafts, 24 if caching else None, eager)
     greedy = GenerationConfig(max_new_tokens=NEW, do_sample=False, ignore_eos=True, logprobs=TOP)
 
     def shown(answers: list[Any]) -> list[dict[str, Any]]:
@@ -144,6 +154,39 @@ def ask(model: str, out: Path, drafts: int, caching: bool, eager: bool) -> None:
     out.write_text(json.dumps(result))
     print({name: value for name, value in result.items() if name != "rounds"}, flush=True)
     # The engine's threads are daemons of a pipeline that nobody asks any more.
+    os._exit(0)
+
+
+def fit(model: str, out: Path, drafts: int, budget: int) -> None:
+    """Ask `CHATS` prompts, then each with more behind it; write how many tokens were found, and the bytes that took."""
+    from lmdeploy import GenerationConfig
+
+    pipe = start(model, drafts, budget, eager=False, blocks=2048)
+    engine, found = pipe.async_engine.engine, []
+    first = [text(700, 5000 + chat) for chat in range(CHATS)]
+    for turn in (first, [said + text(150, 6000 + chat) for chat, said in enumerate(first)]):
+        answers = pipe(
+            turn, gen_config=GenerationConfig(max_new_tokens=2, do_sample=False, ignore_eos=True), do_preprocess=False
+        )
+        found.append(sum(int(a.cached_tokens or 0) for a in answers))
+    states, logs = engine.executor.model_agent.state_cache_engine, 0
+    if hasattr(states, "draft_logs"):
+        from compact_state.integration.lmdeploy import cache
+
+        logs = cache.log_bytes(list({id(log): log for log in states.draft_logs.values()}.values()))
+    result = {
+        "pool": type(states).__name__,
+        "drafts": drafts,
+        "slots": engine.executor.cache_config.num_state_caches,
+        "state_bytes": int(states.allocation.nbytes),
+        "log_bytes": logs,
+        "checkpoints": int(engine.scheduler.state_manager.get_num_allocated_checkpoint_states()),
+        "prompts": CHATS,
+        "tokens": sum(map(len, first)),
+        "found": found,
+    }
+    out.write_text(json.dumps(result) + "\n")
+    print(result, flush=True)
     os._exit(0)
 
 
@@ -221,6 +264,11 @@ def main() -> None:
     asking.add_argument("--drafts", type=int, default=0)
     asking.add_argument("--caching", action="store_true")
     asking.add_argument("--graphs", action="store_true", help="CUDA graphs; eager without")
+    fitting = commands.add_parser("fit", help="what is found again of more prompts than a pool has slots for")
+    fitting.add_argument("model")
+    fitting.add_argument("out", type=Path)
+    fitting.add_argument("--drafts", type=int, default=0)
+    fitting.add_argument("--budget", type=int, required=True, help="slots for checkpoints")
     comparing = commands.add_parser("compare", help="answers of the first file with those of the others")
     comparing.add_argument("files", type=Path, nargs="+")
     comparing.add_argument("--out", type=Path, help="JSON of every run's figures, by the name of its file")
@@ -232,6 +280,8 @@ def main() -> None:
         make(arguments.model, arguments.seed)
     elif arguments.command == "ask":
         ask(arguments.model, arguments.out, arguments.drafts, arguments.caching, not arguments.graphs)
+    elif arguments.command == "fit":
+        fit(arguments.model, arguments.out, arguments.drafts, arguments.budget)
     elif arguments.command == "judge":
         runs = {file.stem: json.loads(file.read_text()) for file in arguments.files}
         faults = judge(arguments.model, runs)
