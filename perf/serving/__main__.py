@@ -27,7 +27,7 @@ def _parser() -> argparse.ArgumentParser:
     merge.add_argument("--file", type=Path, default=result.FILE)
     command = commands.add_parser("judge", help="logits of `equality` beside transformers in fp32")
     command.add_argument("model", help="checkpoint")
-    command.add_argument("rounds", type=Path, nargs="+", help="rounds-*.json that equality left in its folder of logs")
+    command.add_argument("rounds", type=Path, nargs="+", help="rounds-*.json that `equality` left beside mixed-*.json")
     command.add_argument("--out", type=Path, required=True, help="JSON to write; rewritten as results come")
     for name in ("equality", "load", "server", "ray"):
         command = commands.add_parser(name)
@@ -42,7 +42,6 @@ def _parser() -> argparse.ArgumentParser:
         if name in ("equality", "ray"):
             command.add_argument("--new", type=int, default=24, help="tokens of each answer")
             command.add_argument("--mixed", type=int, default=256, help="requests of the mixed load; 0 for none")
-        if name == "equality":
             command.add_argument("--only", default="", help="names of engines, comma-separated; all by default")
         if name == "load":
             command.add_argument("--case", type=load.Case.parse, action="append", help="such as 64x2048+256:5@on")
@@ -71,18 +70,27 @@ def _run(options: argparse.Namespace, save: Callable[[dict[str, Any]], None]) ->
         # transformers takes fla's kernels where they are installed: the judge is torch alone.
         sys.modules["fla"] = None  # type: ignore[assignment]
         rounds = {path.stem.removeprefix("rounds-"): json.loads(path.read_text()) for path in options.rounds}
-        return judge.run(rounds, judge.evaluation(options.model), save=save)
-    if options.command == "equality":
-        engines = equality.specs(options.model, options.settings)
-        return equality.run(
-            options.model,
-            engines=[spec for spec in engines if not options.only or spec.name in options.only.split(",")],
-            logs=options.logs,
-            new=options.new,
-            mixed=options.mixed,
-            save=save,
-            limit_s=options.budget,
-            engine=options.engine,
+        loads = {path.with_name(path.name.replace("rounds-", "mixed-", 1)) for path in options.rounds}
+        mixed = {p.stem.removeprefix("mixed-"): json.loads(p.read_text()) for p in loads if p.exists()}
+        return judge.run(rounds, judge.evaluation(options.model), mixed=mixed, save=save)
+    if options.command in ("equality", "ray"):
+        two = options.command == "ray"
+        engines = (tensor_parallel if two else equality).specs(options.model, options.settings)
+
+        def judged(found: dict[str, Any]) -> dict[str, Any]:
+            return {"passed": tensor_parallel.passed(found), **found} if two else found
+
+        return judged(
+            equality.run(
+                options.model,
+                engines=[spec for spec in engines if not options.only or spec.name in options.only.split(",")],
+                logs=options.logs,
+                new=options.new,
+                mixed=options.mixed,
+                save=lambda found: save(judged(found)),
+                limit_s=options.budget,
+                engine=options.engine,
+            )
         )
     if options.command == "load":
         caching = tuple(word == "on" for word in options.caching.split(","))
@@ -100,18 +108,8 @@ def _run(options: argparse.Namespace, save: Callable[[dict[str, Any]], None]) ->
             engine=options.engine,
         )
     options.logs.mkdir(parents=True, exist_ok=True)
-    if options.command == "server":
-        log = options.logs / f"server-{options.variant}.log"
-        return server.run(options.model, log=log, limit_s=options.budget, variant=options.variant, port=options.port)
-    return tensor_parallel.run(
-        options.model,
-        logs=options.logs,
-        new=options.new,
-        mixed=options.mixed,
-        limit_s=options.budget,
-        save=save,
-        engine=options.engine,
-    )
+    log = options.logs / f"server-{options.variant}.log"
+    return server.run(options.model, log=log, limit_s=options.budget, variant=options.variant, port=options.port)
 
 
 def _merge(options: argparse.Namespace) -> int:

@@ -121,8 +121,8 @@ def run(
 ) -> dict[str, Any]:
     """Rounds on every engine, compared with the others'; a mixed load; compact sleeps, and answers the rounds once more.
 
-    Each engine is asked as soon as it serves, by a thread of its own. `limit_s` is what an engine may take to start.
-    `logs/rounds-*.json` keep the answers, for `judge`.
+    Each engine is asked as soon as it serves, by a thread of its own, ray's about their workers too. `limit_s` is what an
+    engine may take to start. `logs/rounds-*.json` and `logs/mixed-*.json` keep the answers, for `judge`.
     """
     result: dict[str, Any] = {
         "start": {},
@@ -132,20 +132,26 @@ def run(
         "hits": {},
         "mixed": {},
         "sleep": {},
+        "workers": {},
     }
     rounds: dict[str, list[dict[str, Any]]] = {}
     order = [spec.label for spec in engines]
     lock = threading.Lock()
 
-    def tell(kind: str, name: str, found: dict[str, Any]) -> None:
+    def tell(kind: str, name: str, found: Any) -> None:
         result[kind][name] = found
         save(result)
-        say(f"{kind} {name}: { ({k: v for k, v in found.items() if k != 'partings'}) }")
+        shown = {k: v for k, v in found.items() if k != "partings"} if isinstance(found, dict) else found
+        say(f"{kind} {name}: {shown}")
 
     def examine(running: Running) -> None:
         label = running.spec.label
         with lock:
             tell("start", label, running.ready)
+        if running.spec.settings.get("distributed_executor_backend") == "ray":
+            seen = running.ask("workers")
+            with lock:
+                tell("workers", label, seen)
         first = running.ask("rounds", new=new)
         (logs / f"rounds-{label}.json").write_text(json.dumps(first))
         with lock:
@@ -156,9 +162,10 @@ def run(
                 tell("pairs", f"{mine} / {theirs}", compare(rounds[mine], rounds[theirs]))
                 tell("longer", f"{mine} / {theirs}", compare(longer(rounds[mine]), longer(rounds[theirs])))
         if mixed:
-            seen = running.ask("mixed", count=mixed, new=new, seed=5)
+            loaded = running.ask("mixed", count=mixed, new=new, seed=5)
+            (logs / f"mixed-{label}.json").write_text(json.dumps(loaded["answers"]))
             with lock:
-                tell("mixed", label, finished(seen, first))
+                tell("mixed", label, finished(loaded, first))
         if mixed and running.spec.variant == "compact":
             found = slept(running, first, new)
             with lock:

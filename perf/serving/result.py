@@ -104,11 +104,12 @@ def equality_table(result: dict[str, Any]) -> str:
     found = result.get("equality")
     if found is None:
         return "Answers have not been compared with logits on a GPU yet."
-    some = [(kind, name, compared) for kind in KINDS for name, compared in found[kind].items()]
-    if "ray" in result:
-        ray = result["ray"]
-        some.append(("pairs", "one GPU / two GPUs", ray["tp1 / tp2"]))
-        some += [(kind, "two GPUs", ray[kind]) for kind in ("hits", "mixed", "sleep") if kind in ray]
+    some = [
+        (kind, name, compared)
+        for part in (found, result.get("ray", {}))
+        for kind in KINDS
+        for name, compared in part.get(kind, {}).items()
+    ]
     lines = []
     for kind, name, compared in some:
         figures = [f"{compared[key]:.3f}" if key in compared else "-" for key in ("rms", "largest", "widest_margin")]
@@ -127,16 +128,18 @@ def equality_table(result: dict[str, Any]) -> str:
 
 
 def judge_table(result: dict[str, Any]) -> str:
-    """Every engine's logits beside fp32; says so when there are none."""
+    """Every engine's answers beside fp32; says so when there are none."""
     found = result.get("judge")
     if found is None:
-        return "Logits have not been judged yet."
-    lines = [
-        [engine, group, str(some["answers"]), f"{some['rms']:.3f}", f"{some['largest']:.3f}"]
-        for engine, groups in found.items()
-        for group, some in groups.items()
-    ]
-    return table(["engine", "prompts", "answers", "logits rms", "largest"], lines)
+        return "Answers have not been judged yet."
+    lines = []
+    for engine, groups in found.items():
+        for group, some in groups.items():
+            figures = [f"{some[name]:.3f}" if name in some else "-" for name in ("rms", "largest", "behind", "gap")]
+            tokens = [f"{some['others']} of {some['tokens']}" if "tokens" in some else "-"]
+            lines.append([engine, group, str(some["answers"]), *figures[:2], *tokens, *figures[2:]])
+    header = ["engine", "prompts", "answers", "logits rms", "largest", "other tokens", "behind by", "gap where parted"]
+    return table(header, lines)
 
 
 def blocks(result: dict[str, Any]) -> dict[str, str]:

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from compact_state.perf.report import replace_block
-from compact_state.perf.serving import equality, fleet, judge, load, result, tensor_parallel, traffic
+from compact_state.perf.serving import __main__ as serving
+from compact_state.perf.serving import equality, fleet, judge, load, result, traffic
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -218,25 +219,42 @@ def test_the_judge_measures_each_group_of_prompts_and_evaluates_an_answer_once()
     # The first prompt is one token, the second three; each is followed by all of the answer but its last token.
     assert asked == [2, 4]
     assert found["one"] == found["two"]
-    assert found["one"]["one token"] == {"answers": 1, "rms": round(12.5**0.5, 4), "largest": 4.0}
-    assert found["one"]["longer"] == {"answers": 1, "rms": 0.5, "largest": 0.5}
+    same = {"answers": 1, "tokens": 2, "others": 0, "behind": 0.0}
+    assert found["one"]["one token"] == {**same, "rms": round(12.5**0.5, 4), "largest": 4.0}
+    assert found["one"]["longer"] == {**same, "rms": 0.5, "largest": 0.5}
 
 
-@pytest.mark.parametrize(("model", "passed"), [("fine", True), ("unpatched", False), ("remembers", False)])
+def test_the_judge_sees_a_wrong_token_behind_the_place_where_a_mixed_load_parted() -> None:
+    def evaluate(tokens: Sequence[int]) -> torch.Tensor:
+        logits = torch.zeros(len(tokens), 512)
+        logits[:, 7], logits[:, 8] = 5.0, 4.9
+        return logits
+
+    cold = {"tag": "solo", "ids": [[7, 7, 7]] * 8, "top": [[]] * 8}
+    mixed = {"one": [(3, [7, 7, 7]), (3, [7, 8, 7]), (4, [7, 8, 9])]}
+    found = judge.run({"one": [cold]}, evaluate, mixed=mixed, save=lambda result: None)["one"]
+    parted = {"answers": 3, "tokens": 9, "others": 3, "behind": 5.0, "parted": 2, "gap": 0.1}
+    assert found["mixed load, longer"] == parted
+    assert "mixed load, one token" not in found
+
+
+@pytest.mark.parametrize(
+    ("model", "passed"), [("fine", True), ("unpatched", False), ("remembers", False), ("sleep", False)]
+)
 def test_two_gpus_pass_when_their_workers_are_patched_and_their_answers_agree(
-    model: str, passed: bool, tmp_path: Path
+    model: str, passed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "engine.py"
     program.write_text(ANSWERING)
-    arguments: dict[str, Any] = {"logs": tmp_path, "new": 1, "mixed": 4, "limit_s": 20.0, "engine": [str(program)]}
-    saved: list[dict[str, Any]] = []
-    found = tensor_parallel.run(model, save=saved.append, **arguments)
+    monkeypatch.setattr(serving.signal, "signal", lambda *_: None)
+    saved = tmp_path / "ray.json"
+    command = ["ray", model, "--out", str(saved), "--logs", str(tmp_path), "--new", "1", "--mixed", "4"]
+    assert serving.main([*command, "--budget", "20", "--engine", str(program)]) == 0
+    found = json.loads(saved.read_text())["ray"]
     assert found["passed"] is passed
-    assert len(saved) == 5
-    with pytest.raises(fleet.EngineError, match="out of memory"):
-        tensor_parallel.run("mixed", save=saved.append, **arguments)
-    assert saved[-1]["tp1 / tp2"]["passed"]
-    assert not saved[-1]["passed"]
+    assert set(found["workers"]) == {"compact-tp2", "legacy-tp2"}
+    assert len(found["pairs"]) == len(found["longer"]) == 3
+    assert json.loads((tmp_path / "mixed-compact-tp2.json").read_text()) == [[0, [7]]]
 
 
 def row(variant: str, rate: float) -> dict[str, Any]:
@@ -270,15 +288,18 @@ def test_the_table_of_answers_says_what_was_compared_and_what_failed() -> None:
     table = result.equality_table(
         {
             "equality": {"pairs": {"a / b": pair}, "longer": {}, "hits": {}, "mixed": {"a": mixed}, "sleep": {}},
-            "ray": {"tp1 / tp2": {**pair, "passed": True}, "mixed": mixed},
+            "ray": {"pairs": {"one / two": {**pair, "passed": True}}, "mixed": {"two": mixed}},
         }
     )
     assert "| a / b | 30 of 32 | 0.050 | 0.600 | 0.100 | no |" in table
     assert "| a | 80 of 80 | - | - | 0.000 | yes |" in table
-    assert "| one GPU / two GPUs | 30 of 32 | 0.050 | 0.600 | 0.100 | yes |" in table
-    assert "| two GPUs | 80 of 80 | - | - | 0.000 | yes |" in table
-    judged = result.judge_table({"judge": {"a": {"longer": {"answers": 87, "rms": 0.04, "largest": 0.2}}}})
-    assert "| a | longer | 87 | 0.040 | 0.200 |" in judged
+    assert "| one / two | 30 of 32 | 0.050 | 0.600 | 0.100 | yes |" in table
+    assert "| two | 80 of 80 | - | - | 0.000 | yes |" in table
+    some = {"answers": 87, "tokens": 99, "others": 4, "behind": 0.1}
+    groups = {"longer": {**some, "rms": 0.04, "largest": 0.2}, "mixed load, longer": {**some, "parted": 3, "gap": 0.05}}
+    judged = result.judge_table({"judge": {"a": groups}})
+    assert "| a | longer | 87 | 0.040 | 0.200 | 4 of 99 | 0.100 | - |" in judged
+    assert "| a | mixed load, longer | 87 | - | - | 4 of 99 | 0.100 | 0.050 |" in judged
 
 
 @pytest.mark.skipif(not result.FILE.is_file(), reason="no serving result is committed")
