@@ -53,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
             )
         if name == "server":
             command.add_argument("--variant", default="compact", choices=("compact", "installed", "legacy"))
+            command.add_argument("--eager", action="store_true")
             command.add_argument("--port", type=int, default=server.PORT)
     return parser
 
@@ -108,8 +109,16 @@ def _run(options: argparse.Namespace, save: Callable[[dict[str, Any]], None]) ->
             engine=options.engine,
         )
     options.logs.mkdir(parents=True, exist_ok=True)
-    log = options.logs / f"server-{options.variant}.log"
-    return server.run(options.model, log=log, limit_s=options.budget, variant=options.variant, port=options.port)
+    name = f"{options.variant}-{'eager' if options.eager else 'graph'}"
+    found = server.run(
+        options.model,
+        log=options.logs / f"server-{name}.log",
+        limit_s=options.budget,
+        variant=options.variant,
+        eager=options.eager,
+        port=options.port,
+    )
+    return {name: found}
 
 
 def _merge(options: argparse.Namespace) -> int:

@@ -37,11 +37,9 @@ def merge(parts: Sequence[dict[str, Any]], base: dict[str, Any] | None = None) -
                 continue
             if command != "load":
                 result["commits"][command] = commit
-            if command == "judge":
-                result["judge"] = {**result.get("judge", {}), **found}
-                continue
             if command != "load":
-                result[command] = found
+                # Engines are judged, and servers started, by more than one command.
+                result[command] = {**result.get(command, {}), **found} if command in ("judge", "server") else found
                 continue
             for row in (row for row in found["serving"] if row["trials"]):
                 rows[_case(row)] = {"commit": commit, **row}

@@ -32,13 +32,17 @@ def curl(port: int, path: str, body: dict[str, Any] | None = None, limit_s: int 
     return subprocess.run(command, capture_output=True, text=True).stdout
 
 
-def run(model: str, *, log: Path, limit_s: float, variant: str = "compact", port: int = PORT) -> dict[str, Any]:
+def run(
+    model: str, *, log: Path, limit_s: float, variant: str = "compact", eager: bool = False, port: int = PORT
+) -> dict[str, Any]:
     """Start, ask the same question twice, stop. Raises EngineError with the log's end when it does not serve in time.
 
-    `variant`: compact puts the launcher in front; installed has the switch alone; legacy is lmdeploy's own engine.
+    `variant`: compact puts the launcher in front; installed has the switch alone; legacy is lmdeploy's own engine. The second
+    answer comes with its token ids.
     """
     program, on = SERVE if variant == "compact" else SERVE[2:], variant != "legacy"
     command = [sys.executable, *program, model, "--server-port", str(port), "--log-level", "INFO", *OPTIONS]
+    command += ["--eager-mode"] if eager else []
     environment = {**os.environ, ENABLE: "1" if on else "0", "LMDEPLOY_ENABLE_CHECK_ENV": "0"}
     began = time.monotonic()
     process = subprocess.Popen(
@@ -52,7 +56,8 @@ def run(model: str, *, log: Path, limit_s: float, variant: str = "compact", port
         start_s = round(time.monotonic() - began, 1)
         name = json.loads(models)["data"][0]["id"]
         text = "Which state does this prompt leave behind? " * 40
-        answers = [json.loads(curl(port, "/v1/chat/completions", question(name, text))) for _ in range(2)]
+        questions = [question(name, text), {**question(name, text), "return_token_ids": True}]
+        answers = [json.loads(curl(port, "/v1/chat/completions", body)) for body in questions]
     finally:
         os.killpg(process.pid, signal.SIGTERM)
         try:
@@ -68,5 +73,6 @@ def run(model: str, *, log: Path, limit_s: float, variant: str = "compact", port
         "log": None if line is None else line[line.index("Enable") :],
         "usage": [answer["usage"] for answer in answers],
         "answers_equal": contents[0] == contents[1],
+        "ids": answers[1]["choices"][0].get("output_ids"),
         "passed": (line is not None) == on and all(contents),
     }
