@@ -76,8 +76,8 @@ def hits(rounds: list[dict[str, Any]]) -> dict[str, Any]:
 def finished(mixed: dict[str, Any], rounds: list[dict[str, Any]]) -> dict[str, Any]:
     """The answers of a mixed load to the probes, against the same engine's cold ones."""
     cold = rounds[0]
-    found = [(ids, parting(cold["ids"][probe], ids, cold["top"][probe])) for probe, ids in mixed["answers"]]
-    margins = [where["margin"] for _, where in found if where is not None]
+    found = [parting(cold["ids"][probe], ids, cold["top"][probe]) for probe, ids, _ in mixed["answers"]]
+    margins = [where["margin"] for where in found if where is not None]
     widest = max(margins, default=0.0)
     return {
         **{name: value for name, value in mixed.items() if name != "answers"},

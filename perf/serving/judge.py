@@ -63,15 +63,15 @@ def run(
     rounds: dict[str, list[dict[str, Any]]],
     evaluate: Callable[[Sequence[int]], torch.Tensor],
     *,
-    mixed: dict[str, list[tuple[int, list[int]]]] | None = None,
+    mixed: dict[str, list[tuple[int, list[int], list[Any]]]] | None = None,
     save: Callable[[dict[str, Any]], None],
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """By engine and group of prompts: `answers`, their `tokens`, how many `others` than fp32 would answer, the furthest `behind`.
 
     `rounds`: engine -> what `traffic.rounds` returned; `rms` and `largest` are of the logits that it listed. `mixed`: engine ->
-    answers of a mixed load, of which so many `parted` from the cold ones of `rounds`, at two tokens whose logits are `gap` apart
-    at most. Tokens that several engines answered are evaluated once.
+    `answers` of `traffic.mixed`, of which so many `parted` from the cold ones of `rounds`, at two tokens whose logits are `gap`
+    apart at most. Tokens that several engines answered are evaluated once.
     """
     result: dict[str, Any] = {}
     known: dict[tuple[int, ...], torch.Tensor] = {}
@@ -91,10 +91,10 @@ def run(
         for answered in some:
             for asked, ids, top in zip(traffic.asked(answered["tag"]), answered["ids"], answered["top"]):
                 group("", asked).take(logits(asked, ids), ids, top)
-        for probe, ids in (mixed or {}).get(engine, []):
+        for probe, ids, top in (mixed or {}).get(engine, []):
             asked, cold = traffic.probes()[probe], some[0]["ids"][probe]
             found, judged = group("mixed load, ", asked), logits(asked, ids)
-            found.take(judged, ids, ())
+            found.take(judged, ids, top)
             step = next((n for n, (a, b) in enumerate(zip(ids, cold)) if a != b), None)
             if step is not None:
                 found.parted.append(abs(float(judged[step, ids[step]] - judged[step, cold[step]])))

@@ -204,7 +204,7 @@ async def rounds(engine: Any, session: int, new: int) -> list[dict[str, Any]]:
 async def mixed(engine: Any, session: int, count: int, new: int, seed: int) -> dict[str, Any]:
     """`count` requests of mixed lengths within a second, every third cancelled at a random moment.
 
-    Half of the prompts are the probes: `answers` holds (probe, ids) of each that was let finish.
+    Half of the prompts are the probes: `answers` holds (probe, ids, logits) of each that was let finish.
     """
     source, known = random.Random(seed), probes()
 
@@ -214,7 +214,7 @@ async def mixed(engine: Any, session: int, count: int, new: int, seed: int) -> d
         length = new if probe >= 0 else source.randrange(1, 2 * new)
         cancelled = i % 3 == 2
         await asyncio.sleep(source.random())
-        task = asyncio.create_task(ask(engine, session + i, ids, length))
+        task = asyncio.create_task(ask(engine, session + i, ids, length, TOP if probe >= 0 else None))
         if cancelled:
             await asyncio.sleep(0.3 * source.random())
             await engine.create_instance().async_cancel(session + i)
@@ -229,5 +229,5 @@ async def mixed(engine: Any, session: int, count: int, new: int, seed: int) -> d
         "cancelled": sum(cancelled for _, cancelled, _ in done),
         "cut_short": sum(cancelled and a.status == "CANCEL" for _, cancelled, a in done),
         "hits": sum(a.cached > 0 for _, _, a in done),
-        "answers": [(probe, a.ids) for probe, cancelled, a in done if probe >= 0 and not cancelled],
+        "answers": [(probe, a.ids, a.top) for probe, cancelled, a in done if probe >= 0 and not cancelled],
     }

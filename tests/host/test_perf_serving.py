@@ -167,7 +167,7 @@ for line in sys.stdin:
     seen = {'switch': '1', 'pool': 'CompactStateCacheEngine', 'state_bytes': 5000}
     if sys.argv[1] == 'unpatched':
         seen['switch'] = None
-    answer = {'rounds': rounds, 'mixed': {'answers': [[0, [7]]], 'ledger': None}, 'sleep': {'freed_mib': 1}}
+    answer = {'rounds': rounds, 'mixed': {'answers': [[0, [7], []]], 'ledger': None}, 'sleep': {'freed_mib': 1}}
     answer['workers'] = [{**seen, 'gpu': gpu} for gpu in '01']
     if do == 'rounds' and sys.argv[1] == 'remembers':
         asked += 1
@@ -231,9 +231,18 @@ def test_the_judge_sees_a_wrong_token_behind_the_place_where_a_mixed_load_parted
         return logits
 
     cold = {"tag": "solo", "ids": [[7, 7, 7]] * 8, "top": [[]] * 8}
-    mixed = {"one": [(3, [7, 7, 7]), (3, [7, 8, 7]), (4, [7, 8, 9])]}
+    mixed = {"one": [(3, [7, 7, 7], []), (3, [7, 8, 7], [[[8, 4.8]]]), (4, [7, 8, 9], [])]}
     found = judge.run({"one": [cold]}, evaluate, mixed=mixed, save=lambda result: None)["one"]
-    parted = {"answers": 3, "tokens": 9, "others": 3, "behind": 5.0, "parted": 2, "gap": 0.1}
+    parted = {
+        "answers": 3,
+        "tokens": 9,
+        "others": 3,
+        "behind": 5.0,
+        "rms": 0.1,
+        "largest": 0.1,
+        "parted": 2,
+        "gap": 0.1,
+    }
     assert found["mixed load, longer"] == parted
     assert "mixed load, one token" not in found
 
@@ -254,7 +263,7 @@ def test_two_gpus_pass_when_their_workers_are_patched_and_their_answers_agree(
     assert found["passed"] is passed
     assert set(found["workers"]) == {"compact-tp2", "legacy-tp2"}
     assert len(found["pairs"]) == len(found["longer"]) == 3
-    assert json.loads((tmp_path / "mixed-compact-tp2.json").read_text()) == [[0, [7]]]
+    assert json.loads((tmp_path / "mixed-compact-tp2.json").read_text()) == [[0, [7], []]]
 
 
 def row(variant: str, rate: float) -> dict[str, Any]:
