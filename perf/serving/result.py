@@ -140,6 +140,26 @@ def judge_table(result: dict[str, Any]) -> str:
     return table(header, lines)
 
 
+def start_table(result: dict[str, Any]) -> str:
+    """Seconds from import to ready, of either engine: caches of compilers empty, and filled; says so when there are none."""
+    first = result.get("first_start", {})
+    lines = []
+    for model, engines in result.get("start", {}).items():
+        filled = {
+            name.partition("-")[0]: engines[name]["start_s"] for name in ("legacy-on", "compact-on") if name in engines
+        }
+        shown = [first.get(f"{variant} {model}") for variant in ("legacy", "compact")]
+        shown += [filled.get(variant) for variant in ("legacy", "compact")]
+        lines.append([model, *("-" if seconds is None else f"{seconds:.0f}" for seconds in shown)])
+    header = ["model", "caches empty: legacy s", "compact s", "caches of that run: legacy s", "compact s"]
+    return table(header, lines) if lines else "No start has been timed yet."
+
+
 def blocks(result: dict[str, Any]) -> dict[str, str]:
     """Named blocks for documents."""
-    return {"lmdeploy": load_table(result), "equality": equality_table(result), "judge": judge_table(result)}
+    return {
+        "lmdeploy": load_table(result),
+        "start": start_table(result),
+        "equality": equality_table(result),
+        "judge": judge_table(result),
+    }

@@ -311,6 +311,15 @@ def test_the_table_of_answers_says_what_was_compared_and_what_failed() -> None:
     assert "| a | mixed load, longer | 87 | - | - | 4 of 99 | 0.100 | 0.050 |" in judged
 
 
+def test_the_table_of_starts_shows_both_engines_with_empty_caches_and_with_those_of_the_loads() -> None:
+    assert "No start" in result.start_table({})
+    starts = {
+        "0.8b": {"legacy-on": {"start_s": 38.4}, "compact-on": {"start_s": 36.6}, "compact-off": {"start_s": 99.0}}
+    }
+    table = result.start_table({"start": starts, "first_start": {"legacy 0.8b": 115.3}})
+    assert "| 0.8b | 115 | - | 38 | 37 |" in table
+
+
 @pytest.mark.skipif(not result.FILE.is_file(), reason="no serving result is committed")
 def test_documents_show_the_committed_results() -> None:
     found = json.loads(result.FILE.read_text())
