@@ -8,6 +8,7 @@ ENABLE = "LMDEPLOY_ENABLE_COMPACT_STATE"
 SAVE_ALIGNMENT = "LMDEPLOY_COMPACT_PREFILL_SAVE_ALIGNMENT"
 BACKEND = "LMDEPLOY_COMPACT_BACKEND"
 FUSED_DECODE = "LMDEPLOY_COMPACT_FUSED_DECODE"
+SHORT_STEPS = "LMDEPLOY_COMPACT_SHORT_STEPS"
 
 BACKENDS = ("auto", "kernels", "reference")
 DEFAULT_SAVE_ALIGNMENT = 512
@@ -48,6 +49,14 @@ def fused_decode() -> bool:
     0 runs conv, rule and norm one by one: for comparing the two. Raises ValueError for a word that is no boolean.
     """
     return _boolean(FUSED_DECODE, True)
+
+
+def short_steps() -> bool:
+    """Whether the host's work of a decode step is cut short (LMDEPLOY_COMPACT_SHORT_STEPS, default yes).
+
+    0 leaves all of it to lmdeploy: for comparing the two. Raises ValueError for a word that is no boolean.
+    """
+    return _boolean(SHORT_STEPS, True)
 
 
 def prefill_save_alignment() -> int:

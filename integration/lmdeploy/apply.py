@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
+from .. import envs
 from . import pins
 
 MARK = "__compact_state__"
+# Patches that make a decode step's host work shorter, and nothing else.
+SHORT_STEPS = ("ranges", "replay", "steady", "tokens")
 
 
 def patch_name(module_name: str) -> str:
@@ -21,6 +24,10 @@ def apply(module: ModuleType, patch_module: str) -> None:
         return
     pins.check(module)
     package = __name__.rpartition(".")[0]
-    patches = importlib.import_module(f"{package}.{patch_module}")
-    getattr(patches, patch_name(module.__name__))(module)
+    short = envs.short_steps()
+    if short:
+        importlib.import_module(f"{package}.ranges").quiet(module)
+    if short or patch_module not in SHORT_STEPS:
+        patches = importlib.import_module(f"{package}.{patch_module}")
+        getattr(patches, patch_name(module.__name__))(module)
     setattr(module, MARK, True)

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .. import envs
+
 if TYPE_CHECKING:
     InputsDelta: Any = object
 else:
@@ -132,6 +134,10 @@ def patch_strategies_ar_step_inputs(module: ModuleType) -> None:
         return _moved(reindex(inputs, delta), delta)
 
     module._reindex_model_inputs = reindex_with_ids  # type: ignore[attr-defined]
+    if envs.short_steps():
+        from . import steady  # it needs more of lmdeploy than this module may, which patches what all of it imports
+
+        steady.patch_step_inputs(module)
 
 
 def patch_strategies_ar_spec_step_inputs(module: ModuleType) -> None:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...cute_kernels.checkpoints import Checkpoints
-from . import ids
+from .. import envs
+from . import ids, replay, steady
 
 if TYPE_CHECKING:
     CacheInputs: Any = object
@@ -135,6 +136,8 @@ def patch_engine_inputs_maker(module: ModuleType) -> None:
             result.delta = ids.CompactInputsDelta.of(result.delta, ids.id_rows(*moved))
 
     task._try_decode = decode_with_ids
+    if envs.short_steps():
+        steady.patch_inputs_maker(module)
 
 
 def patch_engine_model_agent_agent(module: ModuleType) -> None:
@@ -155,3 +158,5 @@ def patch_engine_model_agent_agent(module: ModuleType) -> None:
                 state_cache_engine.commit(commits)
 
     module._restore_cache_checkpoint = restore_and_bind  # type: ignore[attr-defined]
+    if envs.short_steps():
+        replay.patch_agent(module)

@@ -68,6 +68,8 @@ REPORT = """
     import json, sys
     import lmdeploy.pytorch.engine.engine, lmdeploy.pytorch.engine.engine_loop, lmdeploy.pytorch.engine.inputs_maker
     import lmdeploy.pytorch.strategies.ar, lmdeploy.pytorch.strategies.ar.step_inputs
+    import lmdeploy.pytorch.strategies.ar.model_agent, lmdeploy.pytorch.strategies.ar.sampling
+    import lmdeploy.pytorch.backends.cuda.graph_runner
     from lmdeploy.pytorch.strategies.ar_spec import model_inputs, sequence, step_inputs
     import lmdeploy.pytorch.models.qwen3_5, lmdeploy.pytorch.engine.model_agent.agent
     import lmdeploy.pytorch.backends.cuda.op_backend, lmdeploy.pytorch.configurations
@@ -92,8 +94,8 @@ REPORT = """
 """.replace("TARGETS", repr(list(_boot.TARGETS)))
 
 
-def report(switch: str | None) -> dict[str, list[str]]:
-    done = run(REPORT, switch)
+def report(switch: str | None, **variables: str) -> dict[str, list[str]]:
+    done = run(REPORT, switch, **variables)
     assert done.returncode == 0, done.stderr
     result: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
     assert result["missing"] == []
@@ -105,6 +107,21 @@ def test_on_every_target_is_patched() -> None:
     assert sorted(on["marked"]) == sorted(_boot.TARGETS)
     touched = {name for name in _boot.TARGETS if any(path.startswith(name + ".") for path in on["foreign"])}
     assert touched >= {name for name in _boot.TARGETS if name != "lmdeploy.pytorch.envs"}  # that one gets values only
+
+
+def test_short_steps_off_their_patches_are_left_out() -> None:
+    short, whole = (set(report("1", LMDEPLOY_COMPACT_SHORT_STEPS=word)["foreign"]) for word in ("on", "off"))
+    assert whole < short
+    left_out = {
+        "engine.engine_loop.EngineLoop._make_infer_outputs",
+        "engine.model_agent.agent.model_forward",
+        "engine.model_agent.agent.BaseModelAgent.get_output_async",
+        "strategies.ar.sampling.ARSamplingStrategy.make_sampling_inputs",
+        "strategies.ar.sequence.ARSequenceStrategy.update_running",
+        "strategies.ar.step_inputs.ARStepInputs.reindex",
+        "backends.cuda.graph_runner.runner.CUDAGraphRunner.compact_replay",
+    }
+    assert short - whole >= {f"lmdeploy.pytorch.{name}" for name in left_out}
 
 
 def test_off_no_attribute_of_lmdeploy_is_ours() -> None:
