@@ -143,7 +143,8 @@ def environment_line(file: str, environment: dict[str, Any]) -> str:
     if "command_s" in environment:
         took = f", {environment['command_s']:.0f} s, of which peers compiled for {environment['compile_s']:.0f} s"
     host = environment.get("host")
-    alone = f" Host times: {host['how']}, load {host['load']} on {host['cores']} cores." if host else ""
+    alone = f" Host times: {host['how']}, load {host['load']} on {host['cores']} cores" if host else ""
+    alone += f", {host['disturbed']} cells never undisturbed." if "disturbed" in (host or {}) else "." if host else ""
     return (
         f"From `{file}`: {environment['device']}, driver {environment['driver']}, torch {environment['torch']}, "
         f"copy {number(copy)} TB/s, bf16 matrix product {number(rate, 0)} TFLOP/s, commit `{environment['commit']}`, "
