@@ -267,7 +267,8 @@ LINES: tuple[Line, ...] = (
 class Verdict:
     """What the results say of a line. worst: the cell farthest over, of `count`; over: cells above the limit.
 
-    lacking: cells that should have a figure and have none.
+    lacking: cells that should have a figure and have none. floor: the value, and how many cells were over, if each of our calls
+    took its floor, the bytes that must move at the copy bandwidth; None where that changes nothing.
     """
 
     line: Line
@@ -276,6 +277,7 @@ class Verdict:
     count: int
     over: int
     lacking: int = 0
+    floor: tuple[float, int] | None = None
 
     @property
     def word(self) -> str:
@@ -292,9 +294,25 @@ class Verdict:
 WORDS = ("met", "missed", "incomplete", "not measured")
 
 
+def _at_floor(results: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The results if each of our calls took its floor."""
+
+    def of(row: Row) -> Row:
+        floor = row.get("floor_us")
+        return row | {"ours_us": floor, "ours_in_place_us": floor} if floor else row
+
+    return {name: {**result, "rows": [of(row) for row in result["rows"]]} for name, result in results.items()}
+
+
+def _value(line: Line, cells: Sequence[tuple[str, float]]) -> float:
+    if line.mean:
+        return geometric_mean(max(ratio, 1e-9) for _, ratio in cells) or 0.0
+    return max(ratio for _, ratio in cells)
+
+
 def verdicts(results: Mapping[str, Mapping[str, Any]]) -> list[Verdict]:
     """Every line judged by result files as `report.load_results` gives them."""
-    rows = Results(results)
+    rows, ideal = Results(results), Results(_at_floor(results))
     judged = []
     for line in LINES:
         every = list(line.cells(rows))
@@ -303,10 +321,14 @@ def verdicts(results: Mapping[str, Mapping[str, Any]]) -> list[Verdict]:
         if not cells:
             judged.append(Verdict(line, None, "", 0, 0, lacking))
             continue
-        worst, value = max(cells, key=lambda cell: cell[1])
-        over = sum(line.limit is not None and ratio > line.limit for _, ratio in cells)
-        mean = geometric_mean(max(ratio, 1e-9) for _, ratio in cells)
-        judged.append(Verdict(line, mean if line.mean else value, worst, len(cells), over, lacking))
+
+        def over(cells: Sequence[tuple[str, float]], limit: float | None = line.limit) -> int:
+            return sum(limit is not None and ratio > limit for _, ratio in cells)
+
+        bare = [(name, ratio) for name, ratio in line.cells(ideal) if ratio is not None]
+        floor = None if bare == cells else (_value(line, bare), over(bare))
+        worst, _ = max(cells, key=lambda cell: cell[1])
+        judged.append(Verdict(line, _value(line, cells), worst, len(cells), over(cells), lacking, floor))
     return judged
 
 
@@ -328,10 +350,12 @@ def lines_table(results: Mapping[str, Mapping[str, Any]]) -> str:
         limit = "-" if v.line.limit is None else f"<= {v.line.limit:.4g}"
         word = f"**{v.word}**" if v.word in ("missed", "incomplete") else v.word
         over = "-" if v.value is None or (v.line.limit is None and not v.line.mean) else over
-        made.append([v.line.family, v.line.text, limit, number(v.value, 3), word, over, where.strip()])
+        floor = "-" if v.floor is None else number(v.floor[0], 3)
+        floor += f" ({v.floor[1]} over)" if v.floor is not None and v.floor[1] and not v.line.mean else ""
+        made.append([v.line.family, v.line.text, limit, number(v.value, 3), word, over, floor, where.strip()])
     words = [v.word for v in judged if v.line.limit is not None]
     counts = ", ".join(f"{words.count(word)} {word}" for word in WORDS if word in words)
-    header = ["family", "line", "limit", "measured", "", "cells over", "worst cell"]
+    header = ["family", "line", "limit", "measured", "", "cells over", "at the floor", "worst cell"]
     left = unmeasured(results)
     text = f"{len(words)} lines: {counts}."
     if left:

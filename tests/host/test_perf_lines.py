@@ -169,3 +169,20 @@ def test_the_whole_matrix_counts_only_when_it_is_whole(monkeypatch: pytest.Monke
     assert word(first, second | {"environment": environments[0]}) == "met"
     slow = {"copy_tb_s": 4.0, "date": "a", "seconds": 100.0, "host": {"seconds": 390.0}}
     assert word(first | {"environment": slow}, second | {"environment": slow}) == "missed", "host times count"
+
+
+def test_what_bytes_alone_would_give_is_told_beside_each_line() -> None:
+    rows = [
+        row(
+            "gdn_layer_decode", "Q1", "B256", 80.0, peers={"lmdeploy": 75.0}
+        ),  # 60 us of bytes are 0.8 of the peer's time
+        row("gdn_layer_decode", "Q3", "B256", 80.0, peers={"lmdeploy": 150.0}),
+        row("gdn_decode", "Q1", "B256", 60.0, floor_us=50.0),
+        row("gdn_decode", "Q3", "B256", 60.0, floor_us=58.0),
+    ]
+    found = judged(*rows)
+    assert one(found, "lmdeploy's kernels").floor == (0.8, 1)
+    assert one(found, "layer step over the bare recurrence").floor == (60.0 / 50.0, 1)
+    assert one(judged(row("gdn_decode", "Q1", "B64", 60.0, host_us=12.0)), "host time").floor is None
+    text = lines_table({"any": {"environment": {"copy_tb_s": 4.0}, "rows": rows}})
+    assert "| 0.800 (1 over) |" in text
