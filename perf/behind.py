@@ -1,15 +1,17 @@
 """What a decode launch adds behind the projection that feeds it, and whether a captured step has gaps.
 
-`python -m compact_state.perf.behind --out DIR` writes `behind.txt`, two tables.
+`python -m compact_state.perf.behind --out DIR` writes `behind.txt`, three tables.
 1. A graph of pairs: a projection (cuBLAS; each its own weights, so that they come from memory) and a launch on the row it wrote.
    The figure is a pair's time less that of the projection alone.
-2. A step of layers (projection, layer step, output projection; then the ids) in one graph: its time a layer, against the sum of
+2. The same behind a projection that lets the next kernel start beside it (`projection.py`).
+3. A step of layers (projection, layer step, output projection; then the ids) in one graph: its time a layer, against the sum of
    what its kernels take launched back to back, and the time between kernels as the profiler sees it.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import itertools
 import sys
 from collections.abc import Callable, Sequence
@@ -38,13 +40,14 @@ Launch = Callable[[], Any]
 
 
 class Projected:
-    """A layer's inputs as views of rows that a projection writes."""
+    """A layer's inputs as views of rows that a projection writes. mm: what projects, called like `torch.mm`."""
 
     def __init__(self, ws: Workspace, geometry: str, rows: int, state: str) -> None:
         g = BY_ID[geometry]
         case = Case(f"{g.kind}_layer_decode", g, Workload(f"B{rows}", (1,) * rows), state)
         made = layer_problem(ws, case)
         self.case, self.width = case, g.channels + g.hv * HEAD_DIM
+        self.mm: Callable[..., Any] = torch.mm
         self.hidden = ws.normal(rows, HIDDEN)
         self.weights = [ws.normal(HIDDEN, self.width).mul_(HIDDEN**-0.5) for _ in range(WEIGHTS)]
         self.back = [ws.normal(g.hv * HEAD_DIM, HIDDEN).mul_(HIDDEN**-0.5) for _ in range(WEIGHTS)]
@@ -61,7 +64,7 @@ class Projected:
 
     def project(self, i: int) -> Launch:
         """The projection into the packed row."""
-        return lambda: torch.mm(self.hidden, self.weights[i % WEIGHTS], out=self.row)
+        return lambda: self.mm(self.hidden, self.weights[i % WEIGHTS], out=self.row)
 
     def project_back(self, i: int) -> Launch:
         """The output projection of a layer."""
@@ -80,6 +83,14 @@ class Projected:
         tensors = (c.x, p.gate, p.b, self.layer.z, c.weight, c.pool, p.A_log, p.dt_bias, self.layer.norm_weight, p.pool)
         options = {"gate_activation": activation, "eps": eps, "settled": settled, "out": self.outs[i], **p.options}
         return lambda: operator(*tensors, read, write, c.positions, **options)
+
+
+def early(p: Projected) -> Callable[..., Any]:
+    """A product that lets the next kernel start beside it. Raises AssertionError where it differs from cuBLAS'."""
+    product = importlib.import_module(".projection", __package__).mm
+    expected = p.row.clone()
+    torch.testing.assert_close(product(p.hidden, p.weights[0], out=torch.empty_like(expected)), expected)
+    return product  # type: ignore[no-any-return]
 
 
 def pair(first: Launch, second: Launch) -> Launch:
@@ -180,11 +191,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         say(f"{torch.cuda.get_device_name()}; {', '.join(f'{name} {version}' for name, version in status.items())}")
         ws = Workspace(torch.device("cuda"), 1 << 30)
-        for what, cases in (("behind", CASES), ("step", STEPS)):
+        for what, cases in (
+            ("behind cuBLAS", CASES),
+            ("behind a projection beside which it may start", CASES),
+            ("step", STEPS),
+        ):
             say(f"{what}, us")
             for (geometry, rows), state in itertools.product(cases, ("float32", "bfloat16")):
                 p = Projected(ws, geometry, rows, state)
-                figures = behind(p, adapters, timer) if what == "behind" else step(p, timer)
+                p.mm = early(p) if "beside" in what else torch.mm
+                figures = step(p, timer) if what == "step" else behind(p, adapters, timer)
                 say(f"   {geometry} B{rows} {state}: " + ", ".join(f"{name} {us:.2f}" for name, us in figures.items()))
     return 0
 
