@@ -273,21 +273,19 @@ def verify(
     cu_seqlens: torch.Tensor,
     draft_log: DraftLog,
     num_accepted: torch.Tensor,
-    *arguments: Any,
+    arguments: tuple[Any, ...],
 ) -> torch.Tensor:
     """Check and run a verify step; `arguments` as in `prefill`, checks as in `decode`."""
     q, v, read_ids = arguments[0], arguments[2], arguments[8]
-    step: tuple[Any, ...] = (cu_seqlens, draft_log, num_accepted)
     target = out
     try:
-        if not runs_kernels(backend, "q", q):
-            raise ValueError
         if out is None:
             target = torch.empty_like(v, memory_format=torch.contiguous_format)
         kind = kind_of(kda, lower_bound)
         verify_launch.launch_verify(
-            kind, *arguments, *step, target, round_every_token, scale, qk_l2norm, lower_bound, settled
-        )
+            kind, *arguments, cu_seqlens, draft_log, num_accepted, target, round_every_token, scale, qk_l2norm, lower_bound,
+            settled, None, backend,
+        )  # fmt: skip
     except REFUSALS:
         operator, kernels = "kda_verify" if kda else "gdn_verify", runs_kernels(backend, "q", q)
         gate: dict[str, Any] = {"kda": kda, "lower_bound": lower_bound, "scale": scale}
@@ -295,6 +293,7 @@ def verify(
         heads = (q.shape[1], v.shape[1], q.shape[2], v.shape[2])
         check_log(draft_log, num_accepted, read_ids.shape[0], q.device, heads=heads, kda=kda, kernels=kernels)
         if not kernels:
+            step = (cu_seqlens, draft_log, num_accepted)
             options: dict[str, Any] = {"round_every_token": round_every_token, "scale": scale, "qk_l2norm": qk_l2norm}
             if kda:
                 return reference.kda_verify(*arguments, *step, lower_bound=lower_bound, **options, out=out)
@@ -314,12 +313,11 @@ def commit(
     *rest: Any,
 ) -> None:
     """Check and run a commit. `parameters`: A_log and dt_bias of KDA; `rest`: read_ids, write_ids, draft_log, num_accepted."""
-    options: dict[str, Any] = {"round_every_token": round_every_token}
     try:
-        if not runs_kernels(backend, "state", state):
-            raise ValueError
-        kind, A_log_dt_bias = kind_of(parameters is not None, lower_bound), parameters or (None, None)
-        verify_launch.launch_commit(kind, *A_log_dt_bias, state, *rest, **options, lower_bound=lower_bound)
+        kind, (A_log, dt_bias) = kind_of(parameters is not None, lower_bound), parameters or (None, None)
+        verify_launch.launch_commit(
+            kind, A_log, dt_bias, state, *rest, round_every_token, True, lower_bound, None, backend
+        )
     except REFUSALS:
         operator, kernels = "kda_commit" if parameters else "gdn_commit", runs_kernels(backend, "state", state)
         check_commit_arguments(operator, parameters, state, *rest, lower_bound=lower_bound, kernels=kernels)
@@ -328,9 +326,11 @@ def commit(
         if kernels:
             return
         if parameters:
-            reference.kda_commit(*parameters, state, *rest, lower_bound=lower_bound, **options)
+            reference.kda_commit(
+                *parameters, state, *rest, round_every_token=round_every_token, lower_bound=lower_bound
+            )
         else:
-            reference.gdn_commit(state, *rest, **options)
+            reference.gdn_commit(state, *rest, round_every_token=round_every_token)
 
 
 @tables.memoised

@@ -141,8 +141,10 @@ def gdn_verify(
         InvalidArgumentError, UnsupportedConfigError, BackendUnavailableError: before any launch, nothing changed.
     """
     arguments = (q, k, v, a, b, A_log, dt_bias, state, read_ids, write_ids)
-    options = (round_every_token, scale, qk_l2norm, settled, backend, out)
-    return verify(False, None, *options, cu_seqlens, draft_log, num_accepted, *arguments)
+    return verify(
+        False, None, round_every_token, scale, qk_l2norm, settled, backend, out, cu_seqlens, draft_log, num_accepted,
+        arguments,
+    )  # fmt: skip
 
 
 @operator("state")

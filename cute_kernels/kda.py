@@ -146,8 +146,10 @@ def kda_verify(
         InvalidArgumentError, UnsupportedConfigError, BackendUnavailableError: before any launch, nothing changed.
     """
     arguments = (q, k, v, g, b, A_log, dt_bias, state, read_ids, write_ids)
-    options = (round_every_token, scale, qk_l2norm, settled, backend, out)
-    return verify(True, lower_bound, *options, cu_seqlens, draft_log, num_accepted, *arguments)
+    return verify(
+        True, lower_bound, round_every_token, scale, qk_l2norm, settled, backend, out, cu_seqlens, draft_log, num_accepted,
+        arguments,
+    )  # fmt: skip
 
 
 @operator("state")

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import torch
 
-from . import reference
 from .draft_log import DraftLog
-from .layer_launch import check_arguments, launch, verify_arguments
+from .layer_launch import step, verify_arguments
 from .opaque import operator
 from .reference.layer import GateActivation
-from .validation import Backend, runs_kernels
+from .validation import Backend
 
 
 @operator("conv_state", "state", "draft_log.k", "draft_log.u", "draft_log.g", "draft_log.x")
@@ -83,34 +82,7 @@ def gdn_layer_decode(
         x, a, b, z, conv_weight, conv_state, A_log, dt_bias, norm_weight, state, read_ids, write_ids, positions,
     )  # fmt: skip
     verify = verify_arguments(cu_seqlens, draft_log, num_accepted)
-    if runs_kernels(backend, "x", x):
-        return launch(
-            "gdn_layer_decode", arguments, conv_bias, gate_activation, eps, scale, verify, out, False, None, settled
-        )
-    check_arguments(
-        "gdn_layer_decode",
-        arguments,
-        conv_bias,
-        gate_activation,
-        None,
-        scale,
-        eps,
-        verify,
-        out,
-        kda=False,
-        kernels=False,
-    )
-    return reference.gdn_layer_decode(
-        *arguments,
-        conv_bias=conv_bias,
-        gate_activation=gate_activation,
-        eps=eps,
-        scale=scale,
-        cu_seqlens=cu_seqlens,
-        draft_log=draft_log,
-        num_accepted=num_accepted,
-        out=out,
-    )
+    return step(False, None, conv_bias, gate_activation, eps, scale, verify, settled, out, backend, arguments)
 
 
 @operator("conv_state", "state", "draft_log.k", "draft_log.u", "draft_log.g", "draft_log.x")
@@ -158,42 +130,4 @@ def kda_layer_decode(
         x, g, b, z, conv_weight, conv_state, A_log, dt_bias, norm_weight, state, read_ids, write_ids, positions,
     )  # fmt: skip
     verify = verify_arguments(cu_seqlens, draft_log, num_accepted)
-    if runs_kernels(backend, "x", x):
-        return launch(
-            "kda_layer_decode",
-            arguments,
-            conv_bias,
-            gate_activation,
-            eps,
-            scale,
-            verify,
-            out,
-            True,
-            lower_bound,
-            settled,
-        )
-    check_arguments(
-        "kda_layer_decode",
-        arguments,
-        conv_bias,
-        gate_activation,
-        lower_bound,
-        scale,
-        eps,
-        verify,
-        out,
-        kda=True,
-        kernels=False,
-    )
-    return reference.kda_layer_decode(
-        *arguments,
-        lower_bound=lower_bound,
-        conv_bias=conv_bias,
-        gate_activation=gate_activation,
-        eps=eps,
-        scale=scale,
-        cu_seqlens=cu_seqlens,
-        draft_log=draft_log,
-        num_accepted=num_accepted,
-        out=out,
-    )
+    return step(True, lower_bound, conv_bias, gate_activation, eps, scale, verify, settled, out, backend, arguments)

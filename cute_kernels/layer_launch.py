@@ -1,4 +1,4 @@
-"""The fused layer step's argument checks and the launches of its kernels, one token or a verify step."""
+"""What the fused layer steps do, one token or a verify step: launch; where that is refused, check the arguments in full."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from . import reference
 from .compile.cache import CompiledKernel, jit_cache
 from .compile.shared_library import family
 from .configs import layer as configs
@@ -20,6 +21,7 @@ from .validation import (
     HEAD_DIM,
     REFUSALS,
     STATE_DTYPES,
+    Backend,
     check_alignment,
     check_choice,
     check_dense,
@@ -33,6 +35,7 @@ from .validation import (
     check_rows,
     check_tensor,
     is_finite,
+    runs_kernels,
 )
 
 layer_decode = jit_cache("layer_decode")
@@ -159,23 +162,23 @@ def _check_kernel(
             check_dense(name, parameter)
 
 
-def launch(
-    operator: str,
-    arguments: Arguments,
+def step(
+    kda: bool,
+    lower_bound: float | None,
     conv_bias: torch.Tensor | None,
     gate_activation: GateActivation,
     eps: float,
     scale: float | None,
     verify: Verify | None,
-    out: torch.Tensor | None,
-    kda: bool,
-    lower_bound: float | None,
     settled: bool,
+    out: torch.Tensor | None,
+    backend: Backend,
+    arguments: Arguments,
 ) -> torch.Tensor:
-    """Check and run one token a row, or a verify step, on the current stream.
+    """Check and run one token a row, or a verify step.
 
     As in the single operators, the loaded function checks each tensor and the sizes they share by itself, `layer_function`
-    how the sizes hang together; a refusal of either becomes the named error of the full check.
+    the backend and how the sizes hang together; a refusal of either becomes the named error of the full check.
     """
     x, gate, b, z, conv_weight, conv_state, A_log, dt_bias, norm_weight, state, read_ids, write_ids, positions = (
         arguments
@@ -183,13 +186,13 @@ def launch(
     target = out
     try:
         flags, rest = ACTIVATIONS[gate_activation] | (configs.SETTLED if settled else 0), conv_weight
-        step: tuple[Any, ...] = ()
+        tokens: tuple[Any, ...] = ()
         if verify is not None:
             cu_seqlens, log, num_accepted = verify
             half, rows = log.half, log.rows
             if rows is not None:
                 flags |= configs.MAPPED
-            step = (cu_seqlens, log.k, log.u, log.g, log.x, half, half if rows is None else rows, num_accepted)
+            tokens = (cu_seqlens, log.k, log.u, log.g, log.x, half, half if rows is None else rows, num_accepted)
         if conv_bias is not None:
             if conv_bias.shape != conv_weight.shape[:1] or not conv_bias.is_contiguous():
                 raise ValueError
@@ -202,7 +205,7 @@ def launch(
             raise ValueError
         if out is None:
             target = torch.empty_like(z, memory_format=torch.contiguous_format)
-        layer_family(kda, lower_bound, verify is not None)(
+        layer_family(kda, lower_bound, verify is not None, backend)(
             x,
             gate,
             b,
@@ -217,7 +220,7 @@ def launch(
             read_ids,
             write_ids,
             positions,
-            *step,
+            *tokens,
             target,
             flags,
             HEAD_DIM**-0.5 if scale is None else scale,
@@ -225,9 +228,16 @@ def launch(
             eps,
         )
     except REFUSALS:
+        name, kernels = "kda_layer_decode" if kda else "gdn_layer_decode", runs_kernels(backend, "x", x)
         check_arguments(
-            operator, arguments, conv_bias, gate_activation, lower_bound, scale, eps, verify, out, kda=kda, kernels=True
+            name, arguments, conv_bias, gate_activation, lower_bound, scale, eps, verify, out, kda=kda, kernels=kernels
         )
+        if not kernels:
+            names = ("cu_seqlens", "draft_log", "num_accepted")
+            options: dict[str, Any] = {"lower_bound": lower_bound} if kda else {}
+            options |= dict(zip(names, verify or (None,) * 3)) | {"conv_bias": conv_bias, "eps": eps, "scale": scale}
+            run = reference.kda_layer_decode if kda else reference.gdn_layer_decode
+            return run(*arguments, gate_activation=gate_activation, out=out, **options)
         if read_ids.shape[0]:
             raise
         target = torch.zeros_like(z, memory_format=torch.contiguous_format) if out is None else out.zero_()
@@ -235,15 +245,17 @@ def launch(
 
 
 @tables.memoised
-def layer_family(kda: bool, lower_bound: float | None, verify: bool) -> CompiledKernel:
+def layer_family(kda: bool, lower_bound: float | None, verify: bool, backend: Backend) -> CompiledKernel:
     """What launches the steps of this kind: a kernel is chosen once for each set of sizes, dtypes and flags."""
     check_gate(lower_bound, None)
     kind = kind_of(kda, lower_bound)
-    return family(lambda *given: layer_function(kind, verify, *given))
+    return family(lambda *given: layer_function(kind, verify, backend, *given))
 
 
-def layer_function(kind: Kind, verify: bool, *given: Any) -> CompiledKernel:
+def layer_function(kind: Kind, verify: bool, backend: Backend, *given: Any) -> CompiledKernel:
     """The loaded function for such arguments. ValueError or KeyError where their sizes contradict each other or none fits."""
+    if not runs_kernels(backend, "x", given[0]):
+        raise ValueError
     x, _, _, z, conv_weight, _, _, A_log, dt_bias, norm_weight, state, read_ids = given[:12]
     flags, scale, _, eps = given[-4:]
     (tokens, channels), hv, rows = x.shape, A_log.numel(), read_ids.numel()

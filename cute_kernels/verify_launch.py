@@ -13,7 +13,7 @@ from .configs import tables
 from .configs import verify as configs
 from .configs.recurrent import Kind, StateDtype
 from .draft_log import DraftLog
-from .validation import HEAD_DIM, check_gate
+from .validation import HEAD_DIM, Backend, check_gate, runs_kernels
 
 verify_kernels = {file: jit_cache(file) for file in ("recurrent_verify", "wy_verify")}
 recurrent_prefill = jit_cache("recurrent_prefill")
@@ -44,6 +44,7 @@ def launch_verify(
     lower_bound: float | None = None,
     settled: bool = False,
     key: configs.VerifyKey | None = None,
+    backend: Backend = "kernels",
 ) -> None:
     """Commit the accepted drafts of each row, run and log its new ones; `out` [T, HV, V] is filled whole.
 
@@ -53,7 +54,7 @@ def launch_verify(
     Raises one of `REFUSALS` where the loaded function or `verify_function` refuses the arguments, before any launch.
     """
     log, rows = draft_log, draft_log.rows
-    verify_family(kind, lower_bound, key)(
+    verify_family(kind, lower_bound, key, backend)(
         q,
         k,
         v,
@@ -82,17 +83,21 @@ def launch_verify(
 
 
 @tables.memoised
-def verify_family(kind: Kind, lower_bound: float | None, key: configs.VerifyKey | None) -> CompiledKernel:
+def verify_family(
+    kind: Kind, lower_bound: float | None, key: configs.VerifyKey | None, backend: Backend
+) -> CompiledKernel:
     """What launches verify steps of this kind: a kernel is chosen once for each set of sizes, dtypes and flags."""
     check_gate(lower_bound, None)
-    return family(lambda *given: verify_function(kind, key, *given))
+    return family(lambda *given: verify_function(kind, key, backend, *given))
 
 
-def verify_function(kind: Kind, key: configs.VerifyKey | None, *given: Any) -> CompiledKernel:
+def verify_function(kind: Kind, key: configs.VerifyKey | None, backend: Backend, *given: Any) -> CompiledKernel:
     """The loaded function for such arguments of it, that of `key` where one is given.
 
-    Raises ValueError or KeyError where there are no rows or the sizes contradict each other.
+    Raises ValueError or KeyError where the reference is to run, there are no rows or the sizes contradict each other.
     """
+    if not runs_kernels(backend, "q", given[0]):
+        raise ValueError
     (q, _, _, _, _, A_log, dt_bias, state, read_ids, _, cu_seqlens), (half, log_rows) = given[:11], given[14:16]
     mapped, _, round_tokens, _, scale = given[18:23]
     hk, hv, rows = q.shape[1], A_log.numel(), read_ids.numel()
@@ -115,28 +120,25 @@ def launch_commit(
     write_ids: torch.Tensor,
     draft_log: DraftLog,
     num_accepted: torch.Tensor,
-    *,
     round_every_token: bool = False,
     qk_l2norm: bool = True,
     lower_bound: float | None = None,
     key: configs.VerifyKey | None = None,
+    backend: Backend = "kernels",
 ) -> None:
     """Fold the accepted drafts of each row into its write slot. A_log and dt_bias are KDA's; GDN passes None.
 
     Raises as `launch_verify`.
     """
-    log, rows, hv = draft_log, draft_log.rows, state.shape[1]
-    bias = dt_bias.view(-1) if dt_bias is not None and dt_bias.dim() == 2 else dt_bias
-    sizes = (read_ids.numel(), log.half.numel(), hv * HEAD_DIM if bias is None else bias.numel())
-    mapped = None if rows is None else rows.numel()
-    commit_function(kind, lower_bound, state.dtype, hv, sizes, mapped, key)(
+    log, rows = draft_log, draft_log.rows
+    commit_family(kind, lower_bound, key, backend)(
         None,
         None,
         None,
         None,
         None,
         A_log,
-        bias,
+        dt_bias.view(-1) if dt_bias is not None and dt_bias.dim() == 2 else dt_bias,
         state,
         read_ids,
         write_ids,
@@ -158,21 +160,25 @@ def launch_commit(
 
 
 @tables.memoised
-def commit_function(
-    kind: Kind,
-    lower_bound: float | None,
-    dtype: torch.dtype,
-    hv: int,
-    sizes: tuple[int, int, int],
-    mapped: int | None,
-    key: configs.VerifyKey | None,
+def commit_family(
+    kind: Kind, lower_bound: float | None, key: configs.VerifyKey | None, backend: Backend
 ) -> CompiledKernel:
-    """The loaded function for these sizes: rows, log rows, length of KDA's dt_bias. Raises as `verify_function`."""
-    rows, log_rows, bias = sizes
-    if rows == 0 or bias != hv * HEAD_DIM or not (rows <= log_rows if mapped is None else rows == mapped):
-        raise ValueError
+    """What launches commits of this kind, as `verify_family`."""
     check_gate(lower_bound, None)
-    key = key or configs.choose_commit(kind, STATE_NAMES[dtype])
+    return family(lambda *given: commit_function(kind, key, backend, *given))
+
+
+def commit_function(kind: Kind, key: configs.VerifyKey | None, backend: Backend, *given: Any) -> CompiledKernel:
+    """The loaded function for such arguments of it. Raises as `verify_function`."""
+    (dt_bias, state, read_ids), (half, log_rows), mapped = given[6:9], given[14:16], given[18]
+    if not runs_kernels(backend, "state", state):
+        raise ValueError
+    rows = read_ids.numel()
+    sound = dt_bias is None or dt_bias.numel() == state.shape[1] * HEAD_DIM
+    sound &= rows == log_rows.numel() if mapped else rows <= half.numel()
+    if rows == 0 or not sound:
+        raise ValueError
+    key = key or configs.choose_commit(kind, STATE_NAMES[state.dtype])
     return verify_kernels[configs.kernel_file(key)](key)
 
 
