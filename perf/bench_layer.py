@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -70,7 +71,7 @@ def prepare(case: Case, ws: Workspace, peers: dict[str, ModuleType]) -> Prepared
         options: dict[str, Any] = {"settled": True}
         if log is not None:
             options |= {"cu_seqlens": cu, "draft_log": log, "num_accepted": accepted}
-        return lambda: _operator(cute_kernels, case, p, p.delta.pool, p.conv.pool, read, write, out=out, **options)
+        return _call(cute_kernels, case, p, p.delta.pool, p.conv.pool, read, write, out=out, **options)
 
     contenders = [
         Contender("ours", [ours(i, read, write) for i, (read, write) in enumerate(ids)]),
@@ -91,7 +92,7 @@ def prepare(case: Case, ws: Workspace, peers: dict[str, ModuleType]) -> Prepared
     return Prepared(contenders, check, allowed, missing, rotated, {"ids": "separate"})
 
 
-def _operator(
+def _call(
     module: Any,
     case: Case,
     p: LayerProblem,
@@ -102,15 +103,15 @@ def _operator(
     rows: torch.Tensor | None = None,
     tokens: torch.Tensor | None = None,
     **options: Any,
-) -> Any:
-    """The layer operator of `module` on all tokens, or on the tokens and rows picked."""
+) -> Callable[[], Any]:
+    """A call of the layer operator of `module` on all tokens, or on the tokens and rows picked. Nothing is left to prepare."""
     d, c = p.delta, p.conv
     x, gate, b, z = (t if tokens is None else t[tokens] for t in (c.x, d.gate, d.b, p.z))
     positions = c.positions if rows is None else c.positions[rows]
     activation, eps = ACTIVATION[case.geometry.kind]
-    return getattr(module, case.op)(
-        x, gate, b, z, c.weight, windows, d.A_log, d.dt_bias, p.norm_weight, state, read, write, positions,
-        gate_activation=activation, eps=eps, **options, **d.options,
+    return partial(
+        getattr(module, case.op), x, gate, b, z, c.weight, windows, d.A_log, d.dt_bias, p.norm_weight, state, read, write,
+        positions, gate_activation=activation, eps=eps, **options, **d.options,
     )  # fmt: skip
 
 
@@ -133,7 +134,7 @@ def _checker(
         cu = torch.arange(0, len(tokens) + 1, count, dtype=torch.int32, device=read.device)
         options |= {"cu_seqlens": cu, "draft_log": log_rows(log, rows), "num_accepted": accepted[rows]}
         ends = p.conv.positions[rows] + accepted[rows]
-    _operator(reference, case, p, states, windows, own, own, rows, tokens, **options)
+    _call(reference, case, p, states, windows, own, own, rows, tokens, **options)()
     live = reference.live_window(windows, own, ends)
 
     def check(contender: Contender) -> dict[str, float]:
