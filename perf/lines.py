@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from . import work
-from .cases import registry, workload
+from .cases import GATES, registry, workload
 from .geometries import geometry
 from .tables import EXTRA_PASSES, Row, best_peer, geometric_mean, label, number, ours_against, table
 
@@ -146,9 +146,11 @@ def _host(r: Results) -> Cells:
 
 
 def _gates(r: Results) -> Cells:
-    for row in r.of("kda_prefill", gates="fast"):
-        others = [other for gates in ("fast", "slow", "trained", "bound") if (other := r.like(row, gates=gates))]
-        times = [other["ours_us"] for other in others]
+    """Of the times taken beside the first set's; of rows of their own where it was measured alone."""
+    for row in r.of("kda_prefill", gates=GATES[0]):
+        others = [other for gates in GATES if (other := r.like(row, gates=gates))]
+        beside = [row[f"ours_{gates}_us"] for gates in GATES if f"ours_{gates}_us" in row]
+        times = [row["ours_us"], *beside] if beside else [other["ours_us"] for other in others]
         if len(times) > 1:
             yield f"{row['geometry']} {row['workload']} {row['state_dtype']}", max(times) / min(times)
 
@@ -299,7 +301,8 @@ def _at_floor(results: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, A
 
     def of(row: Row) -> Row:
         floor = row.get("floor_us")
-        return row | {"ours_us": floor, "ours_in_place_us": floor} if floor else row
+        ours = [name for name in row if name.startswith("ours_")]
+        return row | dict.fromkeys(ours, floor) if floor else row
 
     return {name: {**result, "rows": [of(row) for row in result["rows"]]} for name, result in results.items()}
 

@@ -97,7 +97,7 @@ def _row(
         "flops": work.flops,
         "rotation_mib": prepared.rotation_bytes // 2**20,
         "launches": {c.name: len(c.launches) for c in prepared.contenders},
-        "error": {name: {k: float(f"{v:.2e}") for k, v in ratios.items()} for name, ratios in errors.items()},
+        "error": {name: {k: float(f"{v:.2e}") for k, v in ratios.items()} for name, ratios in errors.items() if ratios},
     }
     if case.gates:
         row["gates"] = case.gates

@@ -92,6 +92,13 @@ def test_gates_checkpoints_and_mixes() -> None:
     assert (mix.value, mix.count, mix.over) == (pytest.approx(500.0 / 400.0), 2, 1)
 
 
+def test_gate_sets_timed_side_by_side_are_what_counts() -> None:
+    fast = row("kda_prefill", "G1", "1x8192", 200.0, gates="fast", ours_slow_us=204.0, ours_bound_us=198.0)
+    alone = row("kda_prefill", "G1", "1x8192", 260.0, gates="slow")
+    assert one(judged(fast, alone), "slowest gate set over the fastest").value == pytest.approx(204.0 / 198.0)
+    assert one(judged(fast, alone), "slowest gate set over the fastest").floor == (1.0, 0)
+
+
 def test_single_tokens_of_a_mix_count_with_the_state_they_move() -> None:
     found = judged(row("gdn_prefill", "Q1", "8x4096", 400.0), row("gdn_prefill", "Q1", "63x1+8192", 160.0))
     states = 63 * (2 * 32 * 128 * 128 * 4 + (2 * 16 * 128 + 2 * 32 * 128 + 2 * 32) * 2 + 8)

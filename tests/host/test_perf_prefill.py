@@ -120,6 +120,41 @@ def test_what_is_wrong_anywhere_is_not_timed(
         run.run_case(case("24+10+ckpt8"), workspace(), timing.WallTimer(), {}, None)
 
 
+class Recording(timing.WallTimer):
+    """Keeps the gates that each contender's launches ran on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        right = cute_kernels.kda_prefill
+        self.gates: list[torch.Tensor] = []
+        self.seen: dict[str, list[torch.Tensor]] = {}
+
+        def spy(*arguments: Any, **options: Any) -> torch.Tensor:
+            self.gates.append(arguments[3])
+            return right(*arguments, **options)
+
+        monkeypatch.setattr(cute_kernels, "kda_prefill", spy)
+
+    def time(self, contenders: Any) -> timing.Timings:
+        for contender in contenders:
+            self.gates = []
+            for launch in contender.launches:
+                launch()
+            self.seen[contender.name] = self.gates
+        return super().time(contenders)
+
+
+def test_gate_sets_of_a_cell_are_timed_side_by_side_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    ws, recording = workspace(G2=("fast", "slow")), Recording(monkeypatch)
+    row = run.run_case(case("1x24", KDA, "fast"), ws, recording, {}, None)
+    assert row["ours_us"] > 0
+    assert row["ours_slow_us"] > 0
+    assert set(row["error"]) == {"ours"}, "the other set is checked in its own case"
+    shared = shared_inputs(case("1x24", KDA, "fast"), ws, 1)
+    for name, gates in (("ours", "fast"), ("ours_slow", "slow")):
+        assert torch.equal(recording.seen[name][0], shared.gates[gates].gate[:24])
+    assert "ours_fast_us" not in run.run_case(case("1x24", KDA, "slow"), ws, timing.WallTimer(), {}, None)
+
+
 def test_checkpoints_go_where_the_launch_that_is_checked_neither_reads_nor_writes() -> None:
     ws = workspace()
     used = [torch.tensor(ids, dtype=torch.int32) for ids in ([1, 4], [0, 6])]
