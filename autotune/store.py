@@ -87,18 +87,14 @@ def _noise(space: Space, trials: Sequence[Trial], chosen: Settings) -> float:
     return max((trial.spread or 0.0 for trial in compared), default=0.0)
 
 
-def _bounds(sizes: Sequence[int], first: int, last: int) -> list[int]:
-    """Range from size number `first` to number `last`: to the geometric middle of the neighbours, down to 1, up to twice."""
-    low = 1 if first == 0 else math.isqrt(sizes[first - 1] * sizes[first]) + 1
-    high = 2 * sizes[-1] if last == len(sizes) - 1 else math.isqrt(sizes[last] * sizes[last + 1])
-    return [low, high]
-
-
 def entries(space: Space, trials: Sequence[Trial], threshold: float = THRESHOLD) -> list[dict[str, Any]]:
-    """Entries of a table: sizes whose best settings gain `threshold` at least and more than the spread; neighbours join."""
+    """Entries of a table: sizes whose best settings gain `threshold` at least and more than the spread; neighbours join.
+
+    An entry holds from the smallest to the largest size measured and no further: a few blocks more than a wave, and what gained
+    4 % loses 15.
+    """
     made: list[dict[str, Any]] = []
     for exact, found in verdicts(space, trials).items():
-        sizes = [verdict.size for verdict in found]
         start = 0
         while start < len(found):
             end = start
@@ -110,7 +106,7 @@ def entries(space: Space, trials: Sequence[Trial], threshold: float = THRESHOLD)
                 best = min(verdict.ratio for verdict in found[start : end + 1])
                 made.append({
                     "match": json.loads(exact),
-                    "range": {space.size: _bounds(sizes, start, end)},
+                    "range": {space.size: [found[start].size, found[end].size]},
                     "set": found[start].settings,
                     "gain": [round(1.0 - worst, 4), round(1.0 - best, 4)],
                 })  # fmt: skip

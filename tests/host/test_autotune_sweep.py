@@ -237,7 +237,7 @@ def test_a_sweep_writes_a_table_that_the_operator_then_reads(tmp_path, monkeypat
     assert "2: (1 8 False) 0.900; 4: (1 8 False) 0.900" in report.describe(done)
     (entry,) = table["entries"]
     assert entry["set"] == {"rows": 1, "warps": 8, "pdl": False}
-    assert entry["range"] == {"heads": [1, 16]}
+    assert entry["range"] == {"heads": [2, 8]}
     assert entry["gain"] == [0.1, 0.1]
     per_case = len(SPACE.candidates(SPACE.shape(small_cases(1)[0])))
     assert len(table["timings"]) == 3 * per_case
@@ -245,6 +245,8 @@ def test_a_sweep_writes_a_table_that_the_operator_then_reads(tmp_path, monkeypat
     monkeypatch.setenv(tables.ENVIRONMENT, str(done.table.parent))
     tables.forget()
     assert recurrent.choose("gdn", "float32", 8) == recurrent.RecurrentDecodeKey("gdn", "float32", 1, 8, False)
+    for outside in (1, 9):
+        assert recurrent.choose("gdn", "float32", outside) == recurrent.heuristic("gdn", "float32", outside)
 
 
 def test_a_table_holds_the_instructions_of_what_was_measured(tmp_path, monkeypatch) -> None:
@@ -301,13 +303,13 @@ def rows(count: int) -> dict[str, Any]:
     return {"rows": count, "warps": 2, "pdl": True}
 
 
-def test_ranges_meet_between_sizes_and_equal_neighbours_are_one_entry() -> None:
+def test_a_range_ends_at_the_sizes_measured_and_equal_neighbours_are_one_entry() -> None:
     measured = [*trials(16, {2: 10.0, 1: 8.0}), *trials(64, {2: 10.0, 1: 9.0}), *trials(256, {2: 10.0, 1: 11.0})]
     measured += trials(1024, {2: 10.0, 4: 9.0})
     space = replace(SPACE, heuristic=lambda kind, state, heads: recurrent.RecurrentDecodeKey(kind, state, 2, 2, True))
     first, second = store.entries(space, measured)
-    assert (first["range"], first["set"], first["gain"]) == ({"heads": [1, 128]}, rows(1), [0.1, 0.2])
-    assert (second["range"], second["set"]) == ({"heads": [513, 2048]}, rows(4))
+    assert (first["range"], first["set"], first["gain"]) == ({"heads": [16, 64]}, rows(1), [0.1, 0.2])
+    assert (second["range"], second["set"]) == ({"heads": [1024, 1024]}, rows(4))
 
 
 def test_settings_that_lose_in_one_geometry_of_a_size_make_no_entry() -> None:
@@ -380,7 +382,7 @@ def test_the_page_is_drawn_from_tables_between_its_markers(tmp_path) -> None:
     assert text.startswith("before\n")
     assert text.endswith("after\n")
     assert "old" not in text
-    assert "heads 1 to 16: rows 1, warps 8, pdl False; 10.0 to 10.0 % faster" in text
+    assert "heads 2 to 8: rows 1, warps 8, pdl False; 10.0 to 10.0 % faster" in text
     default, used = "10.00 (2 2 True)", "9.00 (1 8 False)"
     assert f"| gdn_decode:Q1:B2:f32 | {default} | {default} | {used} | {used} | 10.0 % |" in text
     page.write_text("no markers")
