@@ -137,9 +137,14 @@ class RecurrentPrefillKey:
         return _tile_rejection(self.rows, self.warps)
 
 
-# Measured on H200 (docs/notes/verify.md): with 4 rows a lane an element takes the fewest instructions; up to this many (row,
-# head) pairs tiles of 32 rows, 2 a lane, finish sooner.
-SMALL_BATCH_HEADS = 64
+MULTIPROCESSORS = 132
+# Measured on H200 (docs/notes/verify.md), in (row, head) pairs. fp32: tiles of 32 rows, 2 a lane, as long as each has an SM.
+SMALL_BATCH_HEADS = MULTIPROCESSORS // 4
+# The tensor-core form with registers for two blocks an SM, and fewer blocks that load early: KDA's first, GDN's second advantage.
+KDA_LOW_OCCUPANCY = range(1, 65)
+GDN_LOW_OCCUPANCY = range(161, 449)
+# One number of pairs of each range that a choice has.
+SIZES = (1, SMALL_BATCH_HEADS + 1, KDA_LOW_OCCUPANCY.stop, GDN_LOW_OCCUPANCY.start, GDN_LOW_OCCUPANCY.stop)
 
 
 @tables.memoised
@@ -169,10 +174,12 @@ def candidates(kind: Kind, state: StateDtype) -> list[VerifyKey]:
 def heuristic(kind: Kind, state: StateDtype, heads: int, *, round_tokens: bool = False) -> VerifyKey:
     """What `choose_verify` returns where nothing was measured. Legal for every shape.
 
-    The form follows from the pool and `round_tokens` alone, so that a row's bits do not depend on its batch.
+    The form follows from the pool and `round_tokens` alone, so that a row's bits do not depend on its batch. What a size changes
+    was measured on H200 (docs/notes/verify.md).
     """
     if state == "bfloat16" and not round_tokens:
-        return VerifyKey(kind, state, 4, 8, blocks=4, wy=True, pdl=True)
+        low_occupancy = heads in (GDN_LOW_OCCUPANCY if kind == "gdn" else KDA_LOW_OCCUPANCY)
+        return VerifyKey(kind, state, 4, 8, blocks=2 if low_occupancy else 4, wy=True, pdl=True)
     small = heads <= SMALL_BATCH_HEADS and state == "float32"
     return VerifyKey(kind, state, 2 if small else 4, 4, pdl=True)
 
@@ -201,7 +208,7 @@ def shipped() -> list[Entry]:
     for kind in KINDS:
         for state in STATE_DTYPES:
             verify.add(choose_commit(kind, state))
-            for heads in (1, SMALL_BATCH_HEADS + 1):
+            for heads in SIZES:
                 verify |= {heuristic(kind, state, heads, round_tokens=rounds) for rounds in (False, True)}
             shape = {"kind": kind, "state": state}
             for default in (heuristic(kind, state, 1), heuristic(kind, state, 1, round_tokens=True)):

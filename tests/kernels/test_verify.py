@@ -23,7 +23,7 @@ from verify_case import (
 )
 
 from compact_state.cute_kernels import DraftLog, verify_launch
-from compact_state.cute_kernels.configs.verify import SMALL_BATCH_HEADS, choose_verify
+from compact_state.cute_kernels.configs.verify import SIZES, choose_verify
 from compact_state.cute_kernels.reference.datasets import DATASETS, cu_seqlens
 from compact_state.cute_kernels.reference.metrics import assert_close, tolerance
 
@@ -90,27 +90,29 @@ def test_verify_and_replay_equal_single_steps_bit_for_bit(kind, bound, dtype, hk
     assert same(pool, stepped)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("kind", "bound"), KINDS)
-def test_every_tile_gives_the_same_bits(kind, bound):
+def test_every_size_of_batch_gives_the_same_bits(kind, bound, dtype):
     hk, hv, rows, tokens = 2, 4, 5, 6
     name = {"gdn": "gdn", "kda": "kda_softplus" if bound is None else "kda_bounded"}[kind]
     x = inputs(kind, bound, rows * tokens, hk, hv)
-    start, cu = states(rows, hv, torch.float32), torch.arange(rows + 1, dtype=torch.int32, device=DEVICE) * tokens
+    start, cu = states(rows, hv, dtype), torch.arange(rows + 1, dtype=torch.int32, device=DEVICE) * tokens
     slots, accepted = torch.arange(rows, dtype=torch.int32, device=DEVICE), ids(0, 6, 3, 1, 5)
     filled = make_log(kind, rows, hk, hv)
     verify(x, start.clone(), slots, slots, cu, filled, accepted * 0)
     filled.half.bitwise_xor_(1)
-    results = []
-    for heads in (1, SMALL_BATCH_HEADS + 1):
+    results, state = [], str(dtype).removeprefix("torch.")
+    keys = {choose_verify(name, state, heads) for heads in SIZES}
+    assert len(keys) > 1
+    for key in keys:
         log = DraftLog(filled.k.clone(), filled.u.clone(), filled.g.clone(), None, filled.half)
         pool, out = start.clone(), torch.empty(x.v.shape, dtype=x.v.dtype, device=DEVICE)
         verify_launch.launch_verify(
-            name, *x.tensors, pool, slots, slots, cu, log, accepted, out, lower_bound=bound,
-            key=choose_verify(name, "float32", heads),
-        )  # fmt: skip
+            name, *x.tensors, pool, slots, slots, cu, log, accepted, out, lower_bound=bound, key=key
+        )
         results.append((pool, out, log.u.nan_to_num()))
-    for a, b in zip(*results):
-        assert same(a, b)
+    for first, *others in zip(*results):
+        assert all(same(first, other) for other in others)
 
 
 @pytest.mark.parametrize("accepted", [1, 2, 3, 4])
