@@ -1,7 +1,4 @@
-"""A decode step by its graph alone: the same buffers and answers as by lmdeploy's step context, on a CPU.
-
-The graph is a stand-in: the model's own forward over the buffers that it was made with, run again by `replay`.
-"""
+"""A decode step by its graph alone: the same buffers and answers as by lmdeploy's step context, on a CPU."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ import pytest
 pytestmark = pytest.mark.lmdeploy
 pytest.importorskip("lmdeploy", reason="lmdeploy is not installed")
 
-import lmd_flow  # noqa: E402  after the skip: it imports lmdeploy
+import lmd_graph  # noqa: E402  after the skip: it imports lmdeploy
 import lmd_model  # noqa: E402
 import lmd_tiny  # noqa: E402
 import torch  # noqa: E402
@@ -27,92 +24,28 @@ from lmd_flow import Flow  # noqa: E402
 from compact_state.integration.lmdeploy import replay  # noqa: E402
 
 
-class Graph:
-    """What a captured graph is to its runner."""
-
-    def __init__(self, single: Any, kwargs: dict[str, Any]) -> None:
-        self.single, self.kwargs, self.context = single, kwargs, single._ctx_mgr.current_context()
-        self.replays = 0
-
-    def replay(self) -> None:
-        from lmdeploy.pytorch.model_inputs import step_ctx_manager
-
-        self.replays += 1
-        manager = self.single._ctx_mgr
-        with step_ctx_manager(manager), manager.context(self.context):
-            output = self.single.model(**self.kwargs)
-        self.single.meta.output_buffers["hidden_states"].copy_(output["hidden_states"])
-
-
-def capture(single: Any, kwargs: dict[str, Any], stream: Any) -> dict[str, torch.Tensor]:
-    single._graph = Graph(single, kwargs)
-    tokens = single.meta.input_buffers["input_ids"].shape[1]
-    return {"hidden_states": torch.zeros(1, tokens, single.model.config.text_config.hidden_size, dtype=torch.bfloat16)}
-
-
-class GraphDevice(lmd_model.ModelDevice):
-    """Decodes by lmdeploy's graph runner; a graph is made when it is needed first."""
-
-    def load(self, checkpoint: Path, cache_config: Any) -> None:
-        from lmdeploy.pytorch.backends.cuda.graph_runner.runner import CUDAGraphRunner
-
-        super().load(checkpoint, cache_config)
-        backend = SimpleNamespace(eager_mode=False, device_type="cuda", piecewise_cudagraph_max_tokens=None)
-        arguments = (self.model, self.model_config, cache_config, backend, torch.device("cpu"))
-        with mock.patch.object(torch.cuda, "graph_pool_handle", return_value=(0, 0)):
-            self.model = CUDAGraphRunner(*arguments)
-
-    @property
-    def graphs(self) -> list[Any]:
-        return list(self.model._full_graph_runners.values())
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return lmd_tiny.write_checkpoint(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(autouse=True)
-def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    from lmdeploy.pytorch.backends.cuda.graph_runner.full_graph import CUDASingleGraphRunner
-
-    # Rows that are padding write KV block 0; a graph of this model has positions of three axes.
-    for name, options in (
-        ("CacheConfig", {"num_reserved_gpu_blocks": 1}),
-        ("SequenceMeta", {"use_mrope": True}),
-        ("InputsMakerConfig", {"use_mrope": True}),
-    ):
-        monkeypatch.setattr(lmd_flow, name, functools.partial(getattr(lmd_flow, name), **options))
-    monkeypatch.setattr(CUDASingleGraphRunner, "_capture_model", capture)
-    with lmd_model.cpu_engine(), mock.patch.object(torch.cuda, "current_stream", return_value=object()):
+def engine() -> Iterator[None]:
+    with lmd_graph.cpu_engine():
         yield
 
 
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return torch.randint(3, 260, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def served(flow: Flow) -> list[list[int]]:
-    """Requests that come, stop and leave at different times: batches of 1 to 4 rows, with and without padding."""
-    seqs = [flow.add(prompt(length, length), new) for length, new in ((70, 9), (130, 4), (3, 12))]
-    for _ in range(6):
-        flow.step()
-    seqs.append(flow.add(prompt(64, 5), 7))
-    flow.run()
-    return [[int(token) for token in seq.generated_ids] for seq in seqs]
-
-
 def test_answers_are_those_of_lmdeploys_own_way(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flow = lmd_model.model_flow(checkpoint, device=GraphDevice, blocks=64)
+    flow = lmd_model.model_flow(checkpoint, device=lmd_graph.GraphDevice, blocks=64)
     with mock.patch.object(replay, "refill", wraps=replay.refill) as refill:
-        ours = served(flow)
+        ours = lmd_graph.served(flow)
     replays = [single._graph.replays for single in flow.device.graphs]
     monkeypatch.setattr(replay, "is_plain", lambda inputs: False)
-    theirs = lmd_model.model_flow(checkpoint, device=GraphDevice, blocks=64)
-    assert ours == served(theirs)
+    theirs = lmd_model.model_flow(checkpoint, device=lmd_graph.GraphDevice, blocks=64)
+    assert ours == lmd_graph.served(theirs)
     assert replays == [single._graph.replays for single in theirs.device.graphs]
     assert refill.call_count == sum(replays) > 10
-    assert ours == served(lmd_model.model_flow(checkpoint, blocks=64))
+    assert ours == lmd_graph.served(lmd_model.model_flow(checkpoint, blocks=64))
 
 
 def step_inputs(count: int, seed: int) -> Any:
@@ -152,8 +85,8 @@ def run(flow: Flow, inputs: Any, buffers: dict[str, torch.Tensor]) -> dict[str, 
 @pytest.fixture
 def warm(checkpoint: Path) -> Flow:
     """An engine with a graph for 1, 2 and 4 rows, that replay nothing."""
-    flow = lmd_model.model_flow(checkpoint, device=GraphDevice, blocks=64)
-    served(flow)
+    flow = lmd_model.model_flow(checkpoint, device=lmd_graph.GraphDevice, blocks=64)
+    lmd_graph.served(flow)
     assert sorted(single.meta.max_batchs for single in flow.device.graphs) == [1, 2, 4]
     for single in flow.device.graphs:
         single._graph = mock.Mock()
