@@ -25,7 +25,7 @@ def one_more(seq: Any, token: int) -> None:
     _append(seq.history_cache, token)
     if seq._seq_meta.use_mrope:
         positions, known = seq.history_mrope_pos_ids, seq.num_all_ids - 1
-        if len(positions) == known > 0 and seq.history_multimodals.empty():
+        if len(positions) == known > 0:
             _append(positions, max(positions._data[known - 1].tolist()) + 1)
         else:
             seq._update_mrope_pos_ids()

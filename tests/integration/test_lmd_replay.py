@@ -112,6 +112,7 @@ def test_buffers_and_outputs_are_those_of_lmdeploys_own_way(warm: Flow) -> None:
         assert ours.keys() == theirs.keys()
         for name, value in ours.items():
             assert value is theirs[name] is None or torch.equal(value, theirs[name]), name
+            assert value is None or value.dtype == theirs[name].dtype, name
 
 
 OTHER = [
