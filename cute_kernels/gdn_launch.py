@@ -1,5 +1,6 @@
 """Launch chunkwise GDN prefill: one kernel, or records of all chunks and then the recurrence where few sequences and heads leave
-multiprocessors idle; two launches more where rows may be long enough to be run in parts."""
+multiprocessors idle; two launches more where rows may be long enough to be run in parts. Where shapes do not say which form
+is faster both are launched, and the lengths, on the device, which one works."""
 
 from __future__ import annotations
 
@@ -15,15 +16,16 @@ from .configs.gdn_records import (
     RECORD_BYTES,
     GdnRecordsKey,
     GdnRecurrenceKey,
+    forms,
     parts_from_records,
     recurrence_slabs,
-    takes_records,
 )
 from .configs.prefill import (
     LONG_LENGTH,
     GdnPrefillKey,
     SegmentStatesKey,
     composed_rows,
+    lead_of_long_rows,
     parts_of_long_rows,
     slabs_per_block,
 )
@@ -34,6 +36,7 @@ gdn_recurrence = jit_cache("gdn_recurrence")
 segment_states = jit_cache("segment_states")
 
 CHUNK = 64  # tokens
+FIRST_FORMS: tuple[tuple[Literal[1, 2], ...], ...] = ((), (1, 2), (1,))  # of the recurrence, by who chooses
 STATE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
@@ -74,10 +77,16 @@ def launch_chunked(
     plan = (checkpoints.cu, checkpoints.ends, checkpoints.slots) if checkpoints and entries else (cu_seqlens,) * 3
     chunk_slots = tokens // CHUNK + rows + entries
     if records is None:
-        records = takes_records(chunk_slots, hv, rows)
-    records = records and rows <= MOST_ROWS
-    parts = parts_from_records(hv) if records else parts_of_long_rows(hv)
+        # A form asked for is not left to lengths.
+        one, records, choose = forms(tokens, chunk_slots, hv, rows)
+        one, choose = (not records, 0) if slabs and rows <= MOST_ROWS else (one, choose)
+    else:
+        records, choose = records and rows <= MOST_ROWS, 0
+        one = not records
+    # Of two parts a row is uncut from records.
+    parts, recorded_parts = parts_of_long_rows(hv), parts_from_records(hv)
     long_rows = min(tokens // long_length, rows) if parts > 1 else 0
+    recorded_rows = long_rows if recorded_parts > 1 else 0
     if tokens == 0:  # states still move between slots; the loads of a chunk without tokens need an address
         q, k, v, out = (x.new_zeros(1, *x.shape[1:]) for x in (q, k, v, out))
         a, b = (x.new_zeros(1, hv) for x in (a, b))
@@ -87,47 +96,44 @@ def launch_chunked(
     q, k, v, target = (_rows(x) for x in (q, k, v, out))
     places = (state.flatten(1), read_ids, write_ids, cu_seqlens, *plan, target, work)
     sizes, l2norm = (hk, hv, state.shape[0], int(entries > 0)), int(qk_l2norm)
-    cut = (min_tokens, long_rows, long_length, parts)
+    lead = lead_of_long_rows(hv)
     scale = width**-0.5 if scale is None else scale
+    # Rows that may be long count where all may be, two as one: more is not known without reading lengths.
+    heads = hv * -(-long_rows // 2) if long_rows == rows else hv
 
-    def compose(heads: int) -> None:
-        segment_states(SegmentStatesKey(composed_rows(heads)))(work, cu_seqlens, hv, parts, long_rows, long_length)
+    def one_launch(transition: bool, items: int) -> None:
+        chunk = GdnPrefillKey(name, transition, slabs or slabs_per_block(hv * items))
+        cut = (min_tokens, long_rows, long_length, parts, lead)
+        gdn_prefill(chunk)(q, k, v, a, b, A_log, dt_bias, *places, *sizes, l2norm, *cut, choose, scale)
+
+    def recur(transition: bool, half: Literal[1, 2], inner: int) -> None:
+        cut = (min_tokens, recorded_rows, long_length, recorded_parts, lead)
+        key = GdnRecurrenceKey(name, transition, slabs or half)
+        gdn_recurrence(key)(q, k, v, *places, made, *sizes, *cut, inner, choose)
 
     if records:
         made = torch.empty(chunk_slots * hv, RECORD_BYTES // 4, dtype=torch.int32, device=q.device)
-        # Rows that may be long count where all may be, two as one: more is not known without reading lengths.
-        heads = hv * -(-long_rows // 2) if long_rows == rows else hv
-        inner = heads * max(2 * parts - 4, 0)
-        first = slabs or recurrence_slabs(hv * rows, inner if long_rows == rows else 0)
+        first = slabs or recurrence_slabs(hv * rows)
         gdn_records(GdnRecordsKey())(
             q, k, a, b, A_log, dt_bias, cu_seqlens, *plan, made, *sizes, l2norm, min_tokens,
-            long_length if long_rows else NO_ROW, parts, 3 - first, hv // hk, scale,
+            long_length if recorded_rows else NO_ROW, recorded_parts, lead, 3 - first, hv // hk, choose, scale,
         )  # fmt: skip
-
-        def recur(transition: bool, half: Literal[1, 2], later: int) -> None:
-            gdn_recurrence(GdnRecurrenceKey(name, transition, slabs or half))(
-                q, k, v, *places, made, *sizes, *cut, later
-            )
-
-        recur(False, first, 0)
-        if long_rows:
-            recur(True, recurrence_slabs(inner, hv * rows * (3 - first)), 0)
-            compose(heads)
-            if slabs or long_rows == 1:
-                recur(False, recurrence_slabs(hv * (parts - 1)), 1)
-            else:  # halves for one long row, wholes for more: the lengths say which launch works
-                recur(False, 1, 2)
-                recur(False, 2, 2)
-        return
-    # As if all rows were of one length: what is known without reading it.
-    chains = rows * (parts if long_rows == rows else 1)
-    for transition, items in ((True, long_rows * (2 * parts - 3)), (False, chains)):
-        if items == 0:
-            continue
-        chunk = GdnPrefillKey(name, transition, slabs or slabs_per_block(hv * items))
-        gdn_prefill(chunk)(q, k, v, a, b, A_log, dt_bias, *places, *sizes, l2norm, *cut, scale)
-        if transition and parts > 2:
-            compose(hv * long_rows)
+        for half in FIRST_FORMS[choose] or (first,):
+            recur(False, half, 0)
+        if recorded_rows:
+            recur(True, recurrence_slabs(heads * (2 * parts - 4), hv * rows * (3 - first)), 0)
+    if one and long_rows:  # as if all rows were of one length: what is known without reading it
+        one_launch(True, long_rows * (2 * parts - 3))
+    if parts > 2 and long_rows:
+        segment_states(SegmentStatesKey(composed_rows(heads)))(work, cu_seqlens, hv, parts, long_rows, long_length)
+    if records and recorded_rows:
+        if slabs or long_rows == 1:
+            recur(False, recurrence_slabs(hv * (parts - 1)), 1)
+        else:  # halves for one long row, wholes for more: the lengths say which launch works
+            recur(False, 1, 2)
+            recur(False, 2, 2)
+    if one:
+        one_launch(False, rows * (parts if long_rows == rows else 1))
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

@@ -10,14 +10,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..compile.manifest import Entry, ResourceBudget
-from .prefill import MULTIPROCESSORS, StateDtype, parts_of_long_rows
+from .prefill import LONG_LENGTH, MULTIPROCESSORS, StateDtype, lead_of_long_rows, parts_of_long_rows
 
 RECORD_BYTES = 18_048  # T', P and the vectors of one chunk and value head, see device/gdn_records.py
 MOST_ROWS = 32  # of a call that makes records: a lane of a warp holds one, see device/gdn_chains.py
+MOST_PROMPTS = 8  # of a call of more rows, most are taken to be single tokens beside a few long rows
+MIXED_TOKENS = 6144  # of such a call, or what it costs to let lengths choose is more than 2 % of the longest chain
+MOST_CHOSEN_ROWS = 256  # of a call that lengths choose a form for, see device/gdn_chains.py
 MOST_HEADS = 96  # of all rows of such a call
 NO_ROW = 2**31 - 1  # tokens that no row has
 WORKSPACE_BYTES = 1 << 29  # most that a call may take for records
-CHUNK_US = {1: 1.2, 2: 1.7}  # of the recurrence, of a block with half a head and with a whole one
+CHUNK_US = {1: 1.1, 2: 1.6}  # of the recurrence, of a block with half a head and with a whole one
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,24 @@ def takes_records(slots: int, heads: int, rows: int) -> bool:
     """
     fits = slots * heads * RECORD_BYTES <= WORKSPACE_BYTES and rows <= MOST_ROWS
     return fits and rows * heads <= MOST_HEADS
+
+
+def forms(tokens: int, slots: int, heads: int, rows: int) -> tuple[bool, bool, int]:
+    """(one launch, records, who chooses) of a call of so many rows: which launches are made, see `device/gdn_chains.py`.
+
+    A launch that lengths leave without work costs 2 us, the choice between one launch and records 5 us: lengths choose where
+    these are little beside a chain of all tokens, and the rows many enough for most to be single tokens, or one so long that
+    one launch would wait for its first segment.
+
+    slots: chunk slots of a head. heads: value heads.
+    """
+    if takes_records(slots, heads, rows):
+        return False, True, 1 if rows * heads > MULTIPROCESSORS // 2 and rows > 1 else 0
+    mixed = rows > MOST_PROMPTS and tokens >= MIXED_TOKENS
+    leads = lead_of_long_rows(heads) > 2 and LONG_LENGTH + rows <= tokens < 4 * LONG_LENGTH
+    fits = slots * heads * RECORD_BYTES <= WORKSPACE_BYTES and rows <= MOST_CHOSEN_ROWS
+    both = fits and (mixed or leads)
+    return True, both, 2 if both else 0
 
 
 def parts_from_records(hv: int) -> int:

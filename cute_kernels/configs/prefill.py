@@ -85,6 +85,14 @@ def parts_of_long_rows(hv: int) -> int:
     return 2 if hv <= 32 else 1
 
 
+def lead_of_long_rows(hv: int) -> int:
+    """Halves of another segment's length that the first segment of a long row has; a function of `hv` alone, as the parts are.
+
+    From records its chain runs beside everything that is done before the others can start.
+    """
+    return 5 if parts_of_long_rows(hv) == 5 else 2
+
+
 def composed_rows(heads: int) -> Literal[8, 16]:
     """V rows of a block of `SegmentStatesKey` for so many heads of all long rows."""
     return 8 if 16 * heads <= MULTIPROCESSORS else 16

@@ -5,7 +5,10 @@ beside the launch that finds what inner segments do to a state (from zero, N, an
 composed, the other segments run (`prefill_schedule.find_work`).
 
 **Order of need** of the records. Chunks go by the steps that are left to their row, the most first, across rows and within a
-step across heads. A *unit* is one chunk with some value heads.
+step across heads; where rows are cut, by the steps from their row's start. A *unit* is one chunk with some value heads.
+
+**Which form.** Where shapes do not say whether half heads from records, whole ones or one launch end sooner, all that may are
+launched; each finds from the lengths whether it works (`takes_halves`), and ends at once where it does not.
 
 **Who makes them.** First chains take `width` blocks, and so multiprocessors, each. What the others cannot make while these run,
 all make together before: the first `early` records. Then only the first `stay` blocks go on (`shares`, `deal`).
@@ -15,16 +18,72 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from ..configs.gdn_records import MOST_CHOSEN_ROWS
+from ..configs.prefill import MULTIPROCESSORS
 from .kda_layout import first_slot
 from .prefill_layout import CHUNK
+from .prefill_schedule import led_segment_bounds
 from .warp_ops import load_shared, store_shared
 
-ROWS = 32  # at most, one a lane
+ROWS = 32  # with chunks, at most: one a lane
+# Who chooses the form of a call: shapes, or lengths between half heads and whole ones, or between these and one launch.
+BY_SHAPES, OR_WHOLES, OR_ONE_LAUNCH = range(3)
 # Words of a row's line in shared memory, OFFSET the steps before its first one; the end of its entries is behind ENTRY.
 BEGIN, LENGTH, FIRST_SLOT, OFFSET, ENTRY = range(5)
-PLAN_BYTES = 32  # what a worker's units follow from
+FOUND_BYTES = 32  # what `write_rows` and `shares` found
+PLAN_BYTES = 48  # what a worker's units follow from
 LINE_BYTES = 32
 TABLE_BYTES = ROWS * LINE_BYTES
+
+
+@cute.jit
+def takes_halves(mCu: cute.Tensor, min_tokens: Int32, heads: Int32, lane: Int32):
+    """(1 where chains of half heads from records end soonest, rows with chunks); all lanes of a warp.
+
+    What all rows take at full occupancy counts in heads of the longest one, which is a chain.
+    """
+    rows = cute.size(mCu) - 1
+    bounds = [
+        (mCu[cutlass.min(32 * j + lane, rows - 1)], mCu[cutlass.min(32 * j + lane, rows - 1) + 1])
+        for j in range(MOST_CHOSEN_ROWS // 32)
+    ]
+    total, longest, count = Int32(0), Int32(0), Int32(0)
+    for j in cutlass.range_constexpr(MOST_CHOSEN_ROWS // 32):
+        length = bounds[j][1] - bounds[j][0]
+        inside = (32 * j + lane < rows) & (length >= min_tokens)
+        chunks = cutlass.max((length + CHUNK - 1) // CHUNK, Int32(1)) if inside else Int32(0)
+        total, longest = total + chunks, cutlass.max(longest, chunks)
+        count += Int32(1) if inside else Int32(0)
+    total = heads * cute.arch.warp_redux_sync(total, "add")
+    longest = cute.arch.warp_redux_sync(longest, "max")
+    count = cute.arch.warp_redux_sync(count, "add")
+    fits = (total <= MULTIPROCESSORS // 2 * longest) & (count <= ROWS)
+    return (Int32(1) if fits else Int32(0)), count
+
+
+@cute.jit
+def row_of_lane(table: Int32, mCu: cute.Tensor, min_tokens: Int32, lane: Int32):
+    """The row that a lane holds: of a call of more rows than lanes the lane-th one with chunks; not a row where there is none."""
+    rows = cute.size(mCu) - 1
+    row = lane
+    if rows > ROWS:
+        store_shared(table + lane * LINE_BYTES, rows)
+        cute.arch.sync_warp()
+        seen = Int32(0)
+        for j in cutlass.range_constexpr(MOST_CHOSEN_ROWS // 32):
+            row = 32 * j + lane
+            has_chunks = row < rows
+            if has_chunks:
+                has_chunks = mCu[row + 1] - mCu[row] >= min_tokens
+            mask = cute.arch.vote_ballot_sync(has_chunks)
+            rank = seen + cute.arch.popc(mask & ((Int32(1) << lane) - 1))
+            if has_chunks & (rank < ROWS):
+                store_shared(table + rank * LINE_BYTES, row)
+            seen += cute.arch.popc(mask)
+        cute.arch.sync_warp()
+        row = load_shared(table + lane * LINE_BYTES, 1, Int32)
+        cute.arch.sync_warp()
+    return row
 
 
 @cute.jit
@@ -36,50 +95,57 @@ def write_rows(
     min_tokens: Int32,
     long_length: Int32,
     parts: Int32,
+    lead: Int32,
     lane: Int32,
 ):
     """One warp writes the table of rows; returns steps of the longest row, chunks of all, length in chunks of the longest first
-    chain, how many are about that long, and whether any row is cut."""
+    chain, how many are about that long (where rows are cut, all), and chunks of a segment behind the first one, 0 without."""
     rows = cute.size(mCu) - 1
-    begin, length, slot, entry, entry_end, size, chain = (Int32(0) for _ in range(7))
+    begin, length, slot, entry, entry_end, size, chain, inner = (Int32(0) for _ in range(8))
     is_long = lane < 0
-    if lane < rows:
-        begin = mCu[lane]
-        length = mCu[lane + 1] - begin
-        slot = first_slot(mCu, mKeptCu, lane, has_checkpoints)
+    row = row_of_lane(table, mCu, min_tokens, lane)
+    if row < rows:
+        begin = mCu[row]
+        length = mCu[row + 1] - begin
+        slot = first_slot(mCu, mKeptCu, row, has_checkpoints)
         if has_checkpoints != 0:
-            entry = mKeptCu[lane]
-            entry_end = mKeptCu[lane + 1]
+            entry = mKeptCu[row]
+            entry_end = mKeptCu[row + 1]
         if length >= min_tokens:
             chain = cutlass.max((length + CHUNK - 1) // CHUNK, Int32(1))
             size = chain + entry_end - entry
             is_long = length >= long_length
-            chain = (length + parts * CHUNK - 1) // (parts * CHUNK) if is_long else chain
+            _, first = led_segment_bounds(length, Int32(0), parts, lead)
+            _, second = led_segment_bounds(length, Int32(1), parts, lead)
+            inner = (second - first) // CHUNK if is_long else Int32(0)
+            chain = first // CHUNK if is_long else chain
     steps = cute.arch.warp_redux_sync(size, "max")
     line = table + lane * LINE_BYTES
     store_shared(line, begin, length, slot, steps - size)
     store_shared(line + 4 * ENTRY, entry, entry_end)
     cute.arch.sync_warp()
     longest = cute.arch.warp_redux_sync(chain, "max")
-    alike = cute.arch.popc(cute.arch.vote_ballot_sync(4 * chain > 3 * longest))
-    cuts = cute.arch.vote_ballot_sync(is_long)
-    return steps, cute.arch.warp_redux_sync(size, "add"), longest, alike, cuts
+    inner = cute.arch.warp_redux_sync(inner, "max")
+    alike = cute.arch.popc(cute.arch.vote_ballot_sync((4 * chain > 3 * longest) | ((inner > 0) & (chain > 0))))
+    return steps, cute.arch.warp_redux_sync(size, "add"), longest, alike, inner
 
 
 @cute.jit
 def shares(
-    steps: Int32, chunks: Int32, longest: Int32, alike: Int32, cuts: Int32, heads: Int32, width: Int32, blocks: Int32
+    steps: Int32, chunks: Int32, longest: Int32, alike: Int32, inner: Int32, heads: Int32, width: Int32, blocks: Int32
 ):
     """(stay, early): blocks that go on behind the first share, and how many records all blocks make together before.
 
     A multiprocessor makes a record in 1.4 us, a chain takes 1.2 us a chunk with half a head a block, 1.7 us with a whole one.
-    Where rows are cut, transitions want all multiprocessors as soon as all records are there: no block leaves before.
+    Where rows are cut, transitions want the others as soon as all records are there, and end a step of theirs for each of a
+    first chain: only so many chunks as this has more are made beside it.
     """
     total = chunks * heads
     stay = blocks - alike * heads * width
     rate = Int32(7) if width == 2 else Int32(10)  # records of a multiprocessor in eight steps of a chain
-    early = cutlass.max(total - stay * ((longest * rate) // 8), Int32(0))
-    split = (width > 0) & (stay > blocks // 4) & (cuts == 0)
+    ahead = cutlass.max((longest * rate) // 8 - inner, Int32(0))
+    early = cutlass.max(total - stay * ahead, Int32(0))
+    split = (width > 0) & (stay > blocks // 4) & (ahead > 0)
     return (stay if split else Int32(0)), (early if split else total)
 
 
@@ -123,6 +189,8 @@ def deal(
     others `together` heads. Otherwise a worker has an equal run of records, and a unit is what it makes of one chunk.
     """
     steps, chunks, stay, early = load_shared(plan, 4, Int32)
+    inner = load_shared(plan + 16, 1, Int32)
+    store_shared(own + 32, chunks if inner > 0 else Int32(0))
     if stay == 0:
         records, number = chunks * heads, block * workers + worker
         first, stop = records * number // (workers * blocks), records * (number + 1) // (workers * blocks)
@@ -164,5 +232,7 @@ def span_of_unit(table: Int32, own: Int32, unit: Int32, heads: Int32, together: 
         rest = unit - single
         ahead = rest // units
         chunk, head, count = single // heads + ahead, (rest - ahead * units) * together, together
-    row, place = place_of_chunk(table, chunk, steps, lane)
-    return row, place, head, count
+    mirror = load_shared(own + 32, 1, Int32)
+    row, place = place_of_chunk(table, mirror - 1 - chunk if mirror > 0 else chunk, steps, lane)
+    size = steps - load_shared(table + row * LINE_BYTES + 4 * OFFSET, 1, Int32)
+    return row, (size - 1 - place if mirror > 0 else place), head, count

@@ -1,7 +1,7 @@
 """The segments of a sequence and the chunk list of a segment.
 
 A sequence of at least `long_length` tokens is cut into `parts` segments of equal length, a multiple of 64, the last ones shorter
-or empty; others are one segment. Both depend on this sequence's length alone.
+or empty, of GDN the first one longer or shorter; others are one segment. All depends on this sequence's length alone.
 
 Chunks end at every multiple of 64 tokens from the sequence's start, at every kept state and at the segment's end. The list
 depends on this sequence alone, so a row's bits do not depend on the batch. A state kept off the grid costs one more chunk.
@@ -160,9 +160,20 @@ def next_row(
 
 @cute.jit
 def segment_bounds(length: Int32, segment: Int32, parts: Int32):
-    """First and last-plus-one token of a segment of a long sequence."""
+    """First and last-plus-one token of a segment of a long sequence whose segments are alike."""
     size = ((length + parts * CHUNK - 1) // (parts * CHUNK)) * CHUNK
     return cutlass.min(segment * size, length), cutlass.min((segment + 1) * size, length)
+
+
+@cute.jit
+def led_segment_bounds(length: Int32, segment: Int32, parts: Int32, lead: Int32):
+    """The same where the first segment is `lead` halves of another."""
+    halves = 2 * parts - 2 + lead
+    chunks = (length + CHUNK - 1) // CHUNK
+    size = (2 * chunks + halves - 1) // halves
+    first = (lead * size + 1) // 2
+    begin = first + (segment - 1) * size if segment > 0 else Int32(0)
+    return cutlass.min(begin * CHUNK, length), cutlass.min((first + segment * size) * CHUNK, length)
 
 
 @cute.jit
@@ -175,6 +186,7 @@ def find_work(
     mCuSeqlens: cute.Tensor,
     long_length: Int32,
     parts: Int32,
+    lead: Int32,
     transition: cutlass.Constexpr,
     hands_on: cutlass.Constexpr,
 ):
@@ -191,7 +203,7 @@ def find_work(
     if length >= long_length:
         base = 2 * count_long_rows(mCuSeqlens, row, long_length, lane) * (parts - 1)
         segment = (place + 1) // 2 if transition else place
-        position, stop = segment_bounds(length, segment, parts)
+        position, stop = led_segment_bounds(length, segment, parts, lead)
         if cutlass.const_expr(transition):
             write = base + 2 * segment
             if place == 0:

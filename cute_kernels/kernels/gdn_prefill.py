@@ -41,7 +41,8 @@ Arguments of the compiled function, in order:
     work [slots, HV*128*128]                      fp32; states of segments, see below
     hk, hv, num_slots, has_checkpoints, l2norm    int32
     min_tokens                                    int32; rows with fewer are left alone: no state, no output
-    long_rows, long_length, parts                 int32; at most `long_rows` rows have `long_length` tokens or more and are cut
+    long_rows, long_length, parts, lead           int32; at most `long_rows` rows have `long_length` tokens or more and are cut
+    choose                                        int32; who chooses between this launch and records (`device/gdn_chains.py`)
     scale                                         fp32
 """
 
@@ -53,6 +54,7 @@ from cutlass.utils import hopper_helpers
 
 from ..compile.cache import cute_compile
 from ..compile.fake import fake_ids, fake_pool, fake_rows, fake_stream, fake_vector
+from ..device.gdn_chains import BY_SHAPES, takes_halves
 from ..device.prefill_gdn_rows import (
     DECAY,
     O_FACTOR,
@@ -142,6 +144,8 @@ class GdnPrefill:
         long_rows: Int32,
         long_length: Int32,
         parts: Int32,
+        lead: Int32,
+        choose: Int32,
         scale: Float32,
         stream,
     ):
@@ -181,12 +185,13 @@ class GdnPrefill:
             sP: cute.struct.Align[cute.struct.MemRange[Float16, cute.cosize(pair_layout)], 1024]
 
         self.storage_type = SharedStorage
-        items = hv * self.groups(cute.size(mReadIds), long_rows, parts)
+        # Of a long row one for each segment, in a transition launch one for each state to find.
+        items = hv * (long_rows * (2 * parts - 3) if self.key.transition else long_rows * parts + cute.size(mReadIds))
         self.kernel.set_name_prefix(self.key.symbol(), remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(
             tma_q, gQ, tma_k, gK, tma_v, gV, tma_out, gOut, mA, mB, mALog, mDtBias, mPool, mReadIds, mWriteIds, mCuSeqlens,
             mKeptCu, mKeptEnds, mKeptSlots, mOut, mWork, hk, hv, num_slots, has_checkpoints, l2norm, min_tokens, long_rows,
-            long_length, parts, scale,
+            long_length, parts, lead, choose, scale,
             read_mma, token_mma, update_mma, pair_mma, input_layout, value_layout, update_layout, pair_layout,
         ).launch(
             grid=[(3 - self.slabs) * cutlass.min(items, Int32(BLOCKS[self.slabs])), 1, 1],
@@ -194,13 +199,8 @@ class GdnPrefill:
             max_number_threads=[THREADS[self.slabs], 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
+            use_pdl=True,
         )  # fmt: skip
-
-    def groups(self, rows, long_rows, parts):
-        """Blocks a head: one for each segment of a long row (in a transition launch, one for each state to find), one a row."""
-        if self.key.transition:
-            return long_rows * (2 * parts - 3)
-        return long_rows * parts + rows
 
     @cute.kernel
     def kernel(
@@ -235,6 +235,8 @@ class GdnPrefill:
         long_rows: Int32,
         long_length: Int32,
         parts: Int32,
+        lead: Int32,
+        choose: Int32,
         scale: Float32,
         read_mma: cute.TiledMma,
         token_mma: cute.TiledMma,
@@ -247,6 +249,10 @@ class GdnPrefill:
     ):
         tidx, _, _ = cute.arch.thread_idx()
         item, _, _ = cute.arch.block_idx()
+        if choose != BY_SHAPES:
+            halves, _ = takes_halves(mCuSeqlens, min_tokens, hv, tidx % 32)
+            leave_idle(halves != 0, item)
+        cute.arch.griddepcontrol_wait()  # of a call that lengths choose a form for, idle blocks alone start early
         if cutlass.const_expr(self.key.transition):
             found = count_long_rows(mCuSeqlens, cute.size(mReadIds), long_length, tidx % 32)
             leave_idle(item // (3 - self.slabs) >= found * (2 * parts - 3) * hv, item)
@@ -298,7 +304,7 @@ class GdnPrefill:
                 self.run_producer(
                     shared, item, blocks // (3 - self.slabs), slab, lane, tma_q, gQ, tma_k, gK, tma_v, gV, sQ, sK, sV, mA, mB,
                     mALog, mDtBias, mPool, mReadIds, mWriteIds, mCuSeqlens, mKeptCu, mKeptEnds, mKeptSlots, hk, hv, num_slots,
-                    has_checkpoints, min_tokens, long_rows, long_length, parts,
+                    has_checkpoints, min_tokens, long_rows, long_length, parts, lead,
                 )  # fmt: skip
             else:
                 output = (slab, lane, tma_out, gOut, sV, mOut, l2norm, scale)
@@ -373,7 +379,7 @@ class GdnPrefill:
     def run_producer(
         self, shared, item, step, slab, lane, tma_q, gQ, tma_k, gK, tma_v, gV, sQ, sK, sV, mA, mB, mALog, mDtBias,
         mPool, mReadIds, mWriteIds, mCuSeqlens, mKeptCu, mKeptEnds, mKeptSlots, hk, hv, num_slots, has_checkpoints,
-        min_tokens, long_rows, long_length, parts,
+        min_tokens, long_rows, long_length, parts, lead,
     ):  # fmt: skip
         """Walk the block's items, one of every `step`, and the chunk list of each: records, loads and gates of each chunk."""
         stage, parity, stage_v, parity_v = Int32(0), Int32(0), Int32(0), Int32(0)
@@ -393,7 +399,8 @@ class GdnPrefill:
             flags, position, stop, read, write, last_flag = (Int32(int(Flag.STOP)), *(Int32(0) for _ in range(5)))
             if sequence >= 0:
                 flags, position, stop, read, write, last_flag = find_work(
-                    sequence, place, lane, mReadIds, mWriteIds, mCuSeqlens, long_length, parts, self.key.transition, False,
+                    sequence, place, lane, mReadIds, mWriteIds, mCuSeqlens, long_length, parts, lead, self.key.transition,
+                    False,
                 )  # fmt: skip
             turn += 1
             head = dealt % hv
@@ -588,5 +595,5 @@ def build(key):
     return cute_compile(
         GdnPrefill(key), q, k, v, a, b, fake_vector(Float32, heads), fake_vector(Float32, heads), fake_pool(state),
         fake_ids(rows, Int32), fake_ids(rows, Int32), cu, kept_cu, fake_vector(Int32, entries), fake_vector(Int32, entries),
-        out, fake_pool(Float32), *(Int32(1) for _ in range(9)), Float32(1.0), fake_stream(),
+        out, fake_pool(Float32), *(Int32(1) for _ in range(11)), Float32(1.0), fake_stream(),
     )  # fmt: skip

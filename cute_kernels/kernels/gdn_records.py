@@ -12,13 +12,14 @@ it computes T', P and the vectors of `device/gdn_records.py` by the functions, a
 
 `kernels/gdn_recurrence.py` walks the records. It starts when the flags are cleared and finds the multiprocessors that it wants
 left over: a block here is one multiprocessor's, where smaller blocks would be spread over all of them, and blocks that the
-recurrence is to replace leave early. Rows of fewer than `min_tokens` tokens have no chunk; there are at most 32 rows.
+recurrence is to replace leave early. Rows of fewer than `min_tokens` tokens have no chunk; at most 32 rows have.
 
 Arguments of the compiled function, in order: q, k, a, b, A_log, dt_bias, cu_seqlens, checkpoint_cu, checkpoint_ends,
 checkpoint_slots as in `kernels/gdn_prefill.py`, and
     records [slots * HV, RECORD_BYTES / 4]   int32
-    hk, hv, num_slots, has_checkpoints, l2norm, min_tokens, long_length, parts   int32
+    hk, hv, num_slots, has_checkpoints, l2norm, min_tokens, long_length, parts, lead   int32
     width, together                          int32: blocks of a first chain (0: they wait for all records), heads of a unit
+    choose                                   int32: who chooses the form, and with it `width`
     scale                                    fp32
 """
 
@@ -32,15 +33,19 @@ from ..compile.cache import cute_compile
 from ..compile.fake import fake_ids, fake_matrix, fake_rows, fake_stream, fake_vector
 from ..configs.gdn_records import RECORD_BYTES
 from ..device.gdn_chains import (
+    BY_SHAPES,
     ENTRY,
     FIRST_SLOT,
+    FOUND_BYTES,
     LINE_BYTES,
+    OR_ONE_LAUNCH,
     PLAN_BYTES,
     TABLE_BYTES,
     deal,
     following_unit,
     shares,
     span_of_unit,
+    takes_halves,
     write_rows,
 )
 from ..device.gdn_records import (
@@ -76,6 +81,7 @@ from ..device.prefill_pairs import (
     write_lower,
     write_weights,
 )
+from ..device.prefill_schedule import leave_idle
 from ..device.record_flags import clear_flag, publish_bulk, start_recurrence
 from ..device.warp_ops import load_shared, store_shared
 
@@ -119,8 +125,10 @@ class GdnRecords:
         min_tokens: Int32,
         long_length: Int32,
         parts: Int32,
+        lead: Int32,
         width: Int32,
         together: Int32,
+        choose: Int32,
         scale: Float32,
         stream,
     ):
@@ -139,7 +147,7 @@ class GdnRecords:
         class Storage:
             workers: cute.struct.Align[cute.struct.MemRange[Uint32, WORKERS * WORKER_BYTES // 4], 1024]
             rows: cute.struct.Align[cute.struct.MemRange[Int32, TABLE_BYTES // 4], 128]
-            plan: cute.struct.Align[cute.struct.MemRange[Int32, 4 + WORKERS * PLAN_BYTES // 4], 16]
+            plan: cute.struct.Align[cute.struct.MemRange[Int32, (FOUND_BYTES + WORKERS * PLAN_BYTES) // 4], 16]
             loaded: cute.struct.MemRange[cutlass.Int64, WORKERS]
 
         self.storage = Storage
@@ -147,7 +155,7 @@ class GdnRecords:
         self.kernel.set_name_prefix(self.key.symbol(), remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(
             tma_q, gQ, tma_k, gK, mA, mB, mALog, mDtBias, mCuSeqlens, mKeptCu, mKeptEnds, mKeptSlots, mRecords, hk, hv, num_slots,
-            has_checkpoints, l2norm, min_tokens, long_length, parts, width, together, scale, pair_mma, input_layout,
+            has_checkpoints, l2norm, min_tokens, long_length, parts, lead, width, together, choose, scale, pair_mma, input_layout,
         ).launch(
             grid=[cutlass.min(items, Int32(BLOCKS)), 1, 1],
             block=[WORKERS * THREADS, 1, 1],
@@ -180,8 +188,10 @@ class GdnRecords:
         min_tokens: Int32,
         long_length: Int32,
         parts: Int32,
+        lead: Int32,
         width: Int32,
         together: Int32,
+        choose: Int32,
         scale: Float32,
         pair_mma: cute.TiledMma,
         input_layout: cute.ComposedLayout,
@@ -193,6 +203,12 @@ class GdnRecords:
         tidx = tidx % THREADS
         warp = cute.arch.make_warp_uniform(tidx // 32)
         lane = tidx % 32
+        idle = Int32(0)  # multiprocessors that a launch without work holds while it waits
+        if choose != BY_SHAPES:
+            idle = Int32(1)
+            halves, _ = takes_halves(mCuSeqlens, min_tokens, hv, lane)
+            leave_idle((choose == OR_ONE_LAUNCH) & (halves == 0), block)
+            width = halves + 1
         storage = cutlass.utils.SmemAllocator().allocate(self.storage)
         base = storage.workers.data_ptr().toint() + worker * WORKER_BYTES
         sK, sQ = (
@@ -214,25 +230,23 @@ class GdnRecords:
         )
         lower, vector_base, squares = base + LOWER, base + VECTORS, base + SQUARES
         if (worker == 0) & (warp == 0):
-            steps, chunks, longest, alike, cuts = write_rows(
-                table, mCuSeqlens, mKeptCu, has_checkpoints, min_tokens, long_length, parts, lane
+            steps, chunks, longest, alike, inner = write_rows(
+                table, mCuSeqlens, mKeptCu, has_checkpoints, min_tokens, long_length, parts, lead, lane
             )
-            stay, early = shares(steps, chunks, longest, alike, cuts, hv, width, blocks)
+            stay, early = shares(steps, chunks, longest, alike, inner, hv, width, blocks - idle)
             if lane == 0:
                 store_shared(plan, steps, chunks, stay, early)
+                store_shared(plan + 16, inner)
         # Blocks of T' and P above the diagonal are zero and no one writes them.
         zero = Uint32(0)
         for i in cutlass.range_constexpr(2 * TILE_BYTES // 16 // THREADS):
             store_shared(t_tile + (i * THREADS + tidx) * 16, zero, zero, zero, zero)
         cute.arch.sync_threads()
 
-        own_plan = plan + 16 + worker * PLAN_BYTES
+        own_plan = plan + FOUND_BYTES + worker * PLAN_BYTES
         if tidx == 0:
             deal(plan, own_plan, worker, WORKERS, block, blocks, hv, together)
         self.join_worker(worker)
-        self.clear_flags(mRecords, table, own_plan, hv, together, warp, lane)
-        start_recurrence()
-
         lists = (mKeptEnds, mKeptSlots, num_slots, table, own_plan, hv, together, lane)
         gates = (mA, mB, mALog, mDtBias)
         group = hv // hk
@@ -247,11 +261,15 @@ class GdnRecords:
         qk.fill(0.0)
         rows = 16 * warp
         raw, logit, bias, log_rate = [Float32(0.0)] * 2, [Float32(0.0)] * 2, Float32(0.0), Float32(0.0)
-        if count >= 0:
+        if count >= 0:  # under way while flags are cleared
             if warp == LOADER:
                 self.load_inputs(tma_q, gQ, tma_k, gK, sQ, sK, token, head // group, loaded)
             if warp == GATES:
                 raw, logit, bias, log_rate = self.load_gates(*gates, token, count, head, lane)
+        self.clear_flags(mRecords, table, own_plan, hv, together, warp, lane)
+        start_recurrence()
+        if count >= 0:
+            if warp == GATES:
                 rate = -cute.math.exp(log_rate, fastmath=True)
                 write_gates(raw, logit, bias, rate, count, vector_base, lane)
         unit, left, next_slot, next_token, next_count, next_head = self.next_item(
@@ -427,5 +445,5 @@ def build(key):
     return cute_compile(
         GdnRecords(key), q, k, a, b, fake_vector(Float32, heads), fake_vector(Float32, heads), cu, kept_cu,
         fake_ids(entries, Int32), fake_ids(entries, Int32), fake_matrix(Int32, columns=RECORD_BYTES // 4),
-        *(Int32(1) for _ in range(10)), Float32(1.0), fake_stream(),
+        *(Int32(1) for _ in range(12)), Float32(1.0), fake_stream(),
     )  # fmt: skip

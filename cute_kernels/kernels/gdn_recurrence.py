@@ -26,8 +26,9 @@ blocks that lengths leave without an item end at once, all but one.
 Arguments of the compiled function, in order: q, k, v, pool, read_ids, write_ids, cu_seqlens, checkpoint_cu, checkpoint_ends,
 checkpoint_slots, out, work as in `kernels/gdn_prefill.py`, and
     records [slots * HV, RECORD_BYTES / 4]   int32
-    hk, hv, num_slots, has_checkpoints, min_tokens, long_rows, long_length, parts, inner   int32; inner: 1 behind composed states,
-                                             2 where lengths say whether halves or wholes work
+    hk, hv, num_slots, has_checkpoints, min_tokens, long_rows, long_length, parts, lead   int32
+    inner, choose                            int32; inner: 1 behind composed states, 2 where lengths say whether halves or wholes
+                                             work; choose: who chooses the form of the first chains (`device/gdn_chains.py`)
 """
 
 import cutlass
@@ -37,7 +38,8 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from ..compile.cache import cute_compile
 from ..compile.fake import fake_ids, fake_matrix, fake_pool, fake_rows, fake_stream, fake_vector
-from ..configs.gdn_records import RECORD_BYTES
+from ..configs.gdn_records import MOST_HEADS, RECORD_BYTES
+from ..device.gdn_chains import BY_SHAPES, OR_ONE_LAUNCH, takes_halves
 from ..device.gdn_records import (
     FLAG_OFFSET,
     KEPT_BYTES,
@@ -128,7 +130,9 @@ class GdnRecurrence:
         long_rows: Int32,
         long_length: Int32,
         parts: Int32,
+        lead: Int32,
         inner: Int32,
+        choose: Int32,
         stream,
     ):
         slabs = self.slabs
@@ -170,12 +174,14 @@ class GdnRecurrence:
             items = hv * long_rows * (2 * parts - 4)
         else:
             chains = long_rows * (parts - 1) if inner != 0 else cute.size(mReadIds)
-            items = cutlass.min(hv * chains, Int32(BLOCKS[slabs]))
+            # Where lengths chose, halves may be more than fit at once, the longest first: the hardware deals them.
+            most = Int32(MOST_HEADS) if (choose != BY_SHAPES) & (inner == 0) else Int32(BLOCKS[slabs])
+            items = cutlass.min(hv * chains, most)
         self.kernel.set_name_prefix(self.key.symbol(), remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(
             tma_q, gQ, tma_k, gK, tma_v, gV, tma_out, gOut, mPool, mReadIds, mWriteIds, mCuSeqlens, mKeptCu, mKeptEnds,
             mKeptSlots, mOut, mWork, mRecords, hk, hv, num_slots, has_checkpoints, min_tokens, long_rows, long_length, parts,
-            inner, read_mma, token_mma, update_mma, input_layout, value_layout, update_layout, pair_layout,
+            lead, inner, choose, read_mma, token_mma, update_mma, input_layout, value_layout, update_layout, pair_layout,
         ).launch(
             grid=[(3 - slabs) * items, 1, 1],
             block=[self.threads, 1, 1],
@@ -214,7 +220,9 @@ class GdnRecurrence:
         long_rows: Int32,
         long_length: Int32,
         parts: Int32,
+        lead: Int32,
         inner: Int32,
+        choose: Int32,
         read_mma: cute.TiledMma,
         token_mma: cute.TiledMma,
         update_mma: cute.TiledMma,
@@ -227,6 +235,14 @@ class GdnRecurrence:
         tidx, _, _ = cute.arch.thread_idx()
         item, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
+        if choose != BY_SHAPES:
+            join()
+            halves, chains = takes_halves(mCuSeqlens, min_tokens, hv, tidx % 32)
+            idle = (choose == OR_ONE_LAUNCH) & (halves == 0)
+            if cutlass.const_expr(not self.key.transition):
+                other_form = (halves != 0) != (slabs == 1)
+                idle = idle | ((inner == 0) & (other_form | (item // (3 - slabs) >= chains * hv)))
+            leave_idle(idle, item)
         if (inner != 0) | self.key.transition:
             join()
             found = count_long_rows(mCuSeqlens, cute.size(mReadIds), long_length, tidx % 32)
@@ -274,7 +290,7 @@ class GdnRecurrence:
                 self.run_producer(
                     shared, item, blocks // (3 - slabs), slab, lane, tma_q, gQ, tma_k, gK, tma_v, gV, sQ, sK, sV, mPool,
                     mReadIds, mWriteIds, mCuSeqlens, mKeptCu, mKeptEnds, mKeptSlots, mRecords, hk, hv, num_slots,
-                    has_checkpoints, min_tokens, long_rows, long_length, parts, inner,
+                    has_checkpoints, min_tokens, long_rows, long_length, parts, lead, inner,
                 )  # fmt: skip
             elif place == KEY_WARPS + 1:
                 if cutlass.const_expr(not self.key.transition):
@@ -312,7 +328,7 @@ class GdnRecurrence:
     def run_producer(
         self, shared, item, step, slab, lane, tma_q, gQ, tma_k, gK, tma_v, gV, sQ, sK, sV, mPool, mReadIds, mWriteIds,
         mCuSeqlens, mKeptCu, mKeptEnds, mKeptSlots, mRecords, hk, hv, num_slots, has_checkpoints, min_tokens, long_rows,
-        long_length, parts, inner,
+        long_length, parts, lead, inner,
     ):  # fmt: skip
         """Walk the block's items, one of every `step`, and the chunk list of each: chunk records and loads."""
         value_stages = VALUE_STAGES[self.slabs]
@@ -337,7 +353,7 @@ class GdnRecurrence:
             if sequence >= 0:
                 flags, position, stop, read, write, last_flag = find_work(
                     sequence, place + first_place, lane, mReadIds, mWriteIds, mCuSeqlens, long_length, parts,
-                    self.key.transition, True,
+                    lead, self.key.transition, True,
                 )  # fmt: skip
             turn += 1
             head = dealt % hv
@@ -567,5 +583,5 @@ def build(key):
     return cute_compile(
         GdnRecurrence(key), q, k, v, fake_pool(state), fake_ids(rows, Int32), fake_ids(rows, Int32), cu, kept_cu,
         fake_vector(Int32, entries), fake_vector(Int32, entries), out, fake_pool(Float32),
-        fake_matrix(Int32, columns=RECORD_BYTES // 4), *(Int32(1) for _ in range(9)), fake_stream(),
+        fake_matrix(Int32, columns=RECORD_BYTES // 4), *(Int32(1) for _ in range(11)), fake_stream(),
     )  # fmt: skip

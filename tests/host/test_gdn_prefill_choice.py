@@ -8,6 +8,7 @@ from compact_state.cute_kernels.configs.gdn_records import (
     MOST_ROWS,
     RECORD_BYTES,
     WORKSPACE_BYTES,
+    forms,
     parts_from_records,
     recurrence_slabs,
     takes_records,
@@ -15,6 +16,7 @@ from compact_state.cute_kernels.configs.gdn_records import (
 from compact_state.cute_kernels.configs.prefill import (
     MULTIPROCESSORS,
     composed_rows,
+    lead_of_long_rows,
     parts_of_long_rows,
     slabs_per_block,
 )
@@ -70,3 +72,36 @@ def test_the_recurrence_halves_heads_where_every_half_has_a_multiprocessor(items
 @pytest.mark.parametrize("heads", [1, 8, 9, 64])
 def test_more_blocks_compose_the_states_of_few_heads(heads):
     assert composed_rows(heads) == (8 if heads <= 8 else 16)
+
+
+def test_one_form_alone_is_launched_where_shapes_say_which():
+    assert forms(2048, 33, 32, 1) == (False, True, 0)
+    assert forms(32768, 514, 8, 2) == (False, True, 0)
+    assert forms(8192, 132, 32, 4) == (True, False, 0)
+    assert forms(32768, 520, 48, 8) == (True, False, 0)
+    assert forms(8192, 136, 16, 8) == (True, False, 0)
+
+
+def test_lengths_choose_between_halves_and_wholes_where_halves_do_not_fit_at_once():
+    assert forms(32768, 514, 48, 2) == (False, True, 1)
+    assert forms(32768, 514, 32, 2) == (False, True, 0)
+
+
+@pytest.mark.parametrize("rows", [9, 64, 256])
+def test_lengths_choose_between_one_launch_and_records_where_most_rows_may_be_single_tokens(rows):
+    assert forms(8192, 200, 32, rows) == (True, True, 2)
+    assert forms(4096, 200, 32, rows) == (True, False, 0)
+    most = WORKSPACE_BYTES // RECORD_BYTES // 32
+    assert forms(8192, most + 1, 32, rows) == (True, False, 0)
+    assert forms(8192, 200, 32, 257) == (True, False, 0)
+
+
+def test_lengths_choose_where_one_row_may_be_long_and_its_first_segment_longer_than_the_others():
+    assert forms(8300, 140, 16, 8) == (True, True, 2)
+    assert forms(8300, 140, 17, 8) == (True, False, 0)
+    assert forms(32768, 520, 16, 8) == (True, False, 0)
+
+
+@pytest.mark.parametrize("heads", [1, 8, 9, 16, 17, 48])
+def test_the_first_segment_is_longer_where_its_chain_has_the_time(heads):
+    assert lead_of_long_rows(heads) == (5 if 8 < heads <= 16 else 2)

@@ -11,6 +11,7 @@ from gdn_prefill_case import PATHS, RUN, chunked, equal_keys, public
 from prefill_case import DTYPES, bits, check_equal_repeats, check_graph_replay, check_neighbours, filled_pool
 
 from compact_state.cute_kernels import Checkpoints, gdn_launch
+from compact_state.cute_kernels.configs import gdn_records
 from compact_state.cute_kernels.reference.datasets import cu_seqlens, delta_inputs, ids
 
 pytestmark = pytest.mark.gpu
@@ -265,8 +266,47 @@ def test_replays_find_no_flag_of_an_earlier_call(monkeypatch, lengths, hk, hv, l
 
 
 def test_a_call_with_records_is_captured_and_replayed(monkeypatch):
-    monkeypatch.setattr(gdn_launch, "takes_records", lambda *shapes: True)
+    monkeypatch.setattr(gdn_launch, "forms", lambda *shapes: (False, True, 0))
     check_graph_replay(public, "gdn")
+
+
+@pytest.mark.parametrize(
+    ("lengths", "hk", "hv", "long_length"),
+    [
+        ([2000, 130], 16, 48, 10**6),  # halves
+        ([700, 640], 16, 48, 10**6),  # wholes
+        ([900, 100, 70], 16, 32, 10**6),
+        ([300, 300, 300], 16, 32, 10**6),
+        ([1] * 40 + [700, 20], 16, 32, 10**6),  # from records, few of many rows
+        ([0] * 5 + [3, 500] + [1] * 5, 4, 16, 10**6),
+        ([20] * 30 + [900], 2, 8, 10**6),  # as many rows with chunks as a warp has lanes, less one
+        ([20] * 33 + [900], 2, 8, 10**6),  # one launch: more
+        ([64] * 12, 4, 16, 10**6),  # one launch: chains are short
+        ([1] * 30 + [1300, 640], 4, 16, 640),  # in parts
+        ([1] * 30 + [1300] * 9, 4, 16, 640),
+        ([1] * 12 + [1300], 16, 32, 640),
+        ([0] * 11 + [1], 4, 16, 10**6),
+    ],
+)
+@pytest.mark.parametrize("least", [0, 17])
+def test_the_form_that_lengths_choose_changes_no_bit(monkeypatch, lengths, hk, hv, long_length, least):
+    monkeypatch.setattr(gdn_records, "MIXED_TOKENS", 0)
+    n, total = len(lengths), sum(lengths)
+    inputs = delta_inputs("gdn", "trained", total, hk, hv, device="cuda")
+    read, cu = torch.arange(n, dtype=torch.int32, device="cuda"), cu_seqlens(lengths, device="cuda")
+    longest = lengths.index(max(lengths))
+    kept = [[(64, 2 * n), (333, 2 * n + 1)] if row == longest else [] for row in range(n)]
+    plan = Checkpoints.from_lists(kept, device="cuda")
+    start = filled_pool(2 * n + 2, hv, torch.float32, "trained", range(n))
+    results = []
+    for records in (None, None, False):
+        pool = start.clone()
+        out = torch.full((total, hv, 128), math.nan, dtype=torch.bfloat16, device="cuda")
+        options = {"checkpoints": plan, "long_length": long_length, "min_tokens": least, "records": records}
+        results.append((chunked(*inputs.tensors, pool, read, read + n, cu, out=out, **options), pool))
+    for out, pool in results[:2]:
+        assert torch.equal(bits(out), bits(results[2][0]))
+        assert torch.equal(bits(pool), bits(results[2][1]))
 
 
 def test_records_give_equal_repeats():
