@@ -52,10 +52,10 @@ def launch_prefill(
     )
     if q.shape[0] <= SHORT_TOKENS:
         short()
-    elif kind == "gdn":
-        # Short rows behind the others and beside them: their blocks take what multiprocessors long chains leave idle.
+        return
+    # Short rows behind the others and beside them: their blocks take what multiprocessors long chains leave idle.
+    if kind == "gdn":
         gdn_launch.launch_chunked(*arguments, **options, min_tokens=SHORT_TOKENS + 1)
-        short(overlaps=True)
     else:
-        short()
         kda_launch.launch_chunked(*arguments, **options, lower_bound=lower_bound, min_tokens=SHORT_TOKENS + 1)
+    short(overlaps=True)

@@ -273,9 +273,9 @@ def summed(parts, side, received):
 
 
 def place_lower(entries, block, lower, pitch, diagonal, beta, lane):
-    """L: entries times beta of their row, fp32 on the diagonal block and fp16 to its left."""
+    """L: entries times beta of their row, whose negative is at `beta`, fp32 on the diagonal block and fp16 to its left."""
     row = lane >> 2
-    scale = [load_shared(beta + (block * 16 + row + 8 * i) * 4, 1) for i in range(2)]
+    scale = [-load_shared(beta + (block * 16 + row + 8 * i) * 4, 1) for i in range(2)]
     at = diagonal + row * 64 + (lane & 3) * 8
     store_shared(at, entries[0] * scale[0], entries[1] * scale[0])
     store_shared(at + 512, entries[2] * scale[1], entries[3] * scale[1])

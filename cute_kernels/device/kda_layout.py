@@ -6,9 +6,10 @@ state kernel computes from, so that bulk copies load it:
     KG   fp16 [64 x 128]   k r_k e^G           row side of S k
     QG   fp16 [64 x 128]   q r_q s e^G         row side of S q
     KU   fp16 [64 x 128]   k r_k e^(G_C - G)   state update
-    T    fp16 [64 x 64]    (I + L)^-1 diag(beta)
+    T    fp16 [64 x 64]    -(I + L)^-1 diag(beta)
     P    fp16 [64 x 64]    tril(q k) with decay and scale
-    tail fp32 e^(G_C) [128], then 4 words: chunk start in the row, tokens, end in the row, first checkpoint entry or -1
+    tail fp32 e^(G_C) [128] in the order of `tail_place`, then 4 words: chunk start in the row, tokens, end in the row, first
+         checkpoint entry or -1
 
 T and P are lower triangular. In shared memory they are *narrow* tiles: four blocks of 16 columns, 64 rows of 32 bytes with the
 32-byte swizzle. The record has of block m the rows from 16 m on alone; those above are zeros that stay in shared memory.
@@ -39,6 +40,11 @@ assert RECORD_BYTES == TAIL_OFFSET + 1024
 def triangle_offset(column):
     """Where a record's T or P has the first rows of its block of 16 columns, those on the diagonal."""
     return 512 * (4 * column - column * (column - 1) // 2)
+
+
+def tail_place(pair):
+    """Byte of a pair of channels in the tail: the pairs of a lane (of its quad) in two octets of channels follow each other."""
+    return (pair >> 3) * 64 + (pair & 3) * 16 + ((pair >> 2) & 1) * 8
 
 
 def image_pieces(first, end):

@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from .kda_fragments import exp2
-from .kda_layout import TAIL_OFFSET, narrow_address, triangle_offset
+from .kda_layout import TAIL_OFFSET, narrow_address, tail_place, triangle_offset
 from .prefill_layout import HEAD
 from .warp_ops import load_shared, pack_f16, store_shared
 
@@ -31,9 +31,8 @@ def make_tables(totals: Int32, tables: Int32, record: Int64, tidx: Int32):
         last = [logs[2][e] + logs[3][e] for e in range(2)]
         behind = [logs[1][e] + logs[2][e] + logs[3][e] for e in range(2)]
         store_decays(at, (None, logs[0]), (behind, last), logs[:2])
-        pointer = cute.make_ptr(
-            Float32, record + TAIL_OFFSET + Int64(pair * 8), cute.AddressSpace.gmem, assumed_align=8
-        )
+        address = record + TAIL_OFFSET + Int64(tail_place(pair))
+        pointer = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=8)
         gTail = cute.make_tensor(pointer, cute.make_layout(2))
         for e in cutlass.range_constexpr(2):
             gTail[e] = exp2(logs[0][e] + behind[e])

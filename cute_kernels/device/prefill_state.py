@@ -32,8 +32,6 @@ from .warp_ops import (
     unpack_bf16,
 )
 
-SIGNS = 0x80008000  # of two 16-bit numbers in a word
-
 
 def state_mma(dtype, columns, right_major, slabs):
     """Tiled wgmma of the state role: left operand from registers, 64 rows a warpgroup, `columns` wide, fp32 sums."""
@@ -88,14 +86,13 @@ def halves_as_left_operand(halves, shape):
     return left
 
 
-def as_left_operand(acc, shape, dtype, negated=False):
-    """The accumulator, or its negative, rounded to a 16-bit left-operand fragment of `shape`. fp16 saturates at 65504."""
+def as_left_operand(acc, shape, dtype):
+    """The accumulator rounded to a 16-bit left-operand fragment of `shape`. fp16 saturates at 65504."""
     left = cute.make_rmem_tensor(shape, dtype)
     words = fragment_words(left)
     pack = pack_bf16 if dtype is BFloat16 else pack_f16
     for i in range(cute.size(words)):
-        word = pack(acc[2 * i], acc[2 * i + 1])
-        words[i] = word ^ Uint32(SIGNS) if negated else word
+        words[i] = pack(acc[2 * i], acc[2 * i + 1])
     return left
 
 
@@ -294,12 +291,3 @@ def store_output_tile(words, condition: Int32, tile: Int32, warp: Int32, lane: I
     start = tile_address(tile, row, 2 * warp + ((lane >> 3) & 1))
     for block in cutlass.range_constexpr(4):
         stmatrix4_where(condition, start + block * 2048, *[words[4 * block + p] for p in range(4)], transpose=True)
-
-
-@cute.jit
-def decay_state(S, vector: Int32, lane: Int32, per_column: cutlass.Constexpr):
-    """S *= decay: one fp32 at `vector`, or one per K column (128 fp32) when `per_column`."""
-    if cutlass.const_expr(per_column):
-        scale_columns(S, vector, lane)
-    else:
-        scale_state(S, load_shared(vector, 1))

@@ -7,6 +7,8 @@ stages deep, the rest two. Two warps write finished output rows.
 
     X  = V^T - S KG^T      V' = X T'^T      S <- S e^(G_C) + V' KU      O = S_old QG^T + V' P^T
 
+X is found as its negative, and the records hold the negative of T': no sign is changed in the loop.
+
 A slot id outside the pool reads a zero state and stores nothing; in place and copy-on-write are the same code, because a block
 loads its part of the state before it stores it, and nobody else touches that part.
 
@@ -40,7 +42,7 @@ from ..device.kda_layout import (
     slot_of_token,
 )
 from ..device.kda_loads import TAIL_BYTES, load_early, load_late
-from ..device.kda_stage import staged_operand
+from ..device.kda_stage import decay_columns, staged_operand
 from ..device.memory import store_vector
 from ..device.prefill_layout import CHUNK, HEAD, OPERAND_BYTES, OUT_PITCH, TILE_BYTES
 from ..device.prefill_schedule import segment_bounds
@@ -48,7 +50,6 @@ from ..device.prefill_state import (
     as_left_operand,
     clear_tokens,
     contract,
-    decay_state,
     identity_state,
     load_state,
     load_tile,
@@ -209,6 +210,7 @@ class KdaPrefill:
             place = at // self.triangles * self.late_bytes + at % self.triangles + (T_OFFSET - self.late_first)
             store_shared(storage.late.data_ptr().toint() + place, *[Uint32(0)] * 4)
         cute.arch.fence_view_async_shared()
+        cute.arch.griddepcontrol_launch_dependents()  # short rows of the call may run beside these, composition waits itself
         cute.arch.sync_threads()
         warp = cute.arch.make_warp_uniform(tidx // 32)
         lane = tidx % 32
@@ -446,7 +448,7 @@ class KdaPrefill:
             warpgroup.wait_group(0)
         if chunks > 0:
             late.wait_full(0, late_parity)
-            decay_state(S, tail, quad, True)
+            decay_columns(S, tail, quad)
         _, count, _, entry = load_shared(tail + 512, 4, Int32)
         warpgroup.wait_group(0)
         here = early.is_full(1, parity)
@@ -477,7 +479,7 @@ class KdaPrefill:
                 warpgroup.commit_group()
                 come = late.is_full(following, following_parity)
                 warpgroup.wait_group(1)
-            U = as_left_operand(Y, left_rows, Float16, negated=True)
+            U = as_left_operand(Y, left_rows, Float16)
             warpgroup.fence()
             for half in cutlass.range_constexpr(2):
                 contract(mma_update, parts[half], U, bKU[half], place, CHUNK // 16, True)
@@ -512,12 +514,12 @@ class KdaPrefill:
             tail = tails + place * TAIL_BYTES
             if const_expr(self.key.transition):
                 # No branch: the last chunk is followed by a decay of one.
-                decay_state(S, tail if more else storage.ones.data_ptr().toint(), quad, True)
+                decay_columns(S, tail if more else storage.ones.data_ptr().toint(), quad)
             else:
                 if more:
                     if not come:
                         late.wait_full(place, late_parity)
-                    decay_state(S, tail, quad, True)
+                    decay_columns(S, tail, quad)
             _, count, _, entry = load_shared(tail + 512, 4, Int32)
             ahead, ahead_parity = advance(stage, parity, self.early_stages)
             here = early.is_full(ahead, ahead_parity)

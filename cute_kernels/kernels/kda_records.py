@@ -372,7 +372,8 @@ class KdaRecords:
         cute.arch.mbarrier_wait(inputs.loaded, parity)
         self.sums_of_block(inputs, count, block, half, lane)
         if (half == 0) & (lane < 16):
-            store_shared(at["beta"] + at_row * 4, sigmoid(Float32(logit)) if at_row < count else Float32(0.0))
+            # Negative, and with it T', as the recurrence's X is.
+            store_shared(at["beta"] + at_row * 4, -sigmoid(Float32(logit)) if at_row < count else Float32(0.0))
         kda_items.sync(inputs)
         if warp == LOADER:
             self.load_gate(inputs)
