@@ -79,12 +79,14 @@ def launch_chunked(
     beside = None
     if rows * pieces <= ORDERED_ROWS:
         steps = window / (long_rows * parts if segments else rows)
-        beside = overlap(window, hv, chains, steps, segments, 6.0 if long_rows and not segments else 0.0)
+        beside = overlap(
+            window, hv, chains, steps, segments, 6.0 if long_rows and not segments else 0.0, lower_bound is None
+        )
     flags = torch.empty(window * group, dtype=torch.int32, device=q.device) if beside else cu_seqlens
     dealt = (beside.blocks, beside.stay, beside.rounds, beside.early) if beside else (BLOCKS_OF_RECORDS, 0, 0, 0)
     make_records = kda_records(records_key(lower_bound, beside is not None))
     find_states = KdaPrefillKey(name, slabs_per_block(max(states, 1), hv, equal=True), transition=True)
-    run_chunks = KdaPrefillKey(name, slabs_per_block(max(rows, long_rows * parts), hv))
+    run_chunks = KdaPrefillKey(name, slabs_per_block(max(rows, long_rows * parts), hv, tokens=tokens / rows))
     if beside and segments:
         find_states = KdaPrefillKey(name, beside.slabs, transition=True, overlapped=True)
     elif beside:

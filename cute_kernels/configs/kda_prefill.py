@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,14 +15,19 @@ SHORT = {"float32": "f32", "bfloat16": "bf16"}
 GATES: tuple[Gate, ...] = ("softplus", "bounded")
 SLABS: tuple[Literal[1, 2], ...] = (1, 2)
 STATE_DTYPES: tuple[StateDtype, ...] = ("float32", "bfloat16")
+CHUNK = 64  # tokens
 RECORD_BYTES = 60_416  # what a chunk contributes to one head's recurrence, see device/kda_layout.py
 MULTIPROCESSORS = 132
 GENTLE_BOUND = -5.4  # log decay a token; 16 of it, and their inverse, are in fp32's range
 LONG_LENGTH = 8192  # tokens of a row that is run in parts
 BLOCKS_OF_RECORDS = 2 * MULTIPROCESSORS  # on the chip at once
 ORDERED_ROWS = 32  # rows or segments that a warp puts in the order of need
-CHUNK_US = {False: {1: 0.95, 2: 1.8}, True: {1: 1.05, 2: 1.6}}  # by whether it is a transition, and slabs of a block
-CROWDED = 1.45  # how much longer a chunk of half a head takes where all multiprocessors load records
+RECORD_US = 4.05  # of a multiprocessor, where all of them make records
+ROUND_US = {False: 8.7, True: 9.4}  # one record by each worker of the chip, by whether the gate is softplus
+CHUNK_US = {False: {1: 0.93, 2: 1.75}, True: {1: 1.05, 2: 1.6}}  # by whether it is a transition, and slabs of a block
+# How much longer a chunk of half a head and a round take beside one another with many blocks, by whether the gate is softplus.
+SHARED = {False: (1.6, 1.0), True: (1.4, 1.07)}
+CROWDED = 1.5  # how much longer a chunk of half a head takes where all multiprocessors load records
 WORKSPACE_BYTES = 1 << 30  # most that one launch may take for records
 
 
@@ -39,12 +45,15 @@ def slots_per_launch(slots: int, heads: int) -> int:
     return -(-slots // launches)
 
 
-def slabs_per_block(chains: int, heads: int, equal: bool = False) -> Literal[1, 2]:
+def slabs_per_block(chains: int, heads: int, equal: bool = False, tokens: float = math.inf) -> Literal[1, 2]:
     """Half a head a block where that ends sooner, which shapes alone decide; the bits are equal.
 
     chains: rows, or segments of rows, that a launch walks for each head. Halves load each record twice, but fill the chip better,
-    more so where chains differ in length; `equal` says that they do not.
+    more so where chains differ in length; `equal` says that they do not. tokens: of a chain on average; where these are less than
+    a chunk most chains are short ones, and one may be long.
     """
+    if tokens < CHUNK and heads <= 16:
+        return 1
     halves, wholes = (-(-n * chains * heads // MULTIPROCESSORS) for n in (2, 1))
     few = 2 * chains * heads <= (1.0 if equal else 1.5) * MULTIPROCESSORS
     return 1 if few or halves < 1.85 * wholes - 0.5 else 2
@@ -71,51 +80,50 @@ class Overlap:
 
 
 @functools.lru_cache(maxsize=1024)
-def overlap(slots: int, heads: int, chains: int, steps: float, transition: bool, extra_us: float) -> Overlap | None:
+def overlap(
+    slots: int, heads: int, chains: int, steps: float, transition: bool, extra_us: float, softplus: bool = False
+) -> Overlap | None:
     """How records and the launch that walks them run side by side, None where one follows the other; the bits are equal.
 
     chains: rows, or states of segments, that the launch walks for each head. steps: chunks of one, on average; of several rows
-    one is longer. extra_us: what the side by side form costs besides. The form that ends soonest by measured times: a round of
-    records takes 12.4 us, less where fewer share memory; a chunk `CHUNK_US`, more where many blocks walk.
+    one is longer. extra_us: what the side by side form costs besides. The form that ends soonest by measured times.
     """
-    items, chunk_us = slots * heads, CHUNK_US[transition]
+    items, chunk_us, round_us = slots * heads, CHUNK_US[transition], ROUND_US[softplus]
     if not transition:
         steps *= 1.0 if chains == 1 else 1.75 if chains == 2 else 1.25 if chains <= 4 else 2.0
     crowded = not transition and 2 * chains * heads > 80
     alone = chunk_us[slabs_per_block(chains, heads, transition)] * (CROWDED if crowded else 1.0)
-    made = max(items * 5.25 / MULTIPROCESSORS, 11 * min(-(-items // BLOCKS_OF_RECORDS), 3))
+    made = 6 + max(items * RECORD_US / MULTIPROCESSORS, 0.95 * round_us * min(-(-items // BLOCKS_OF_RECORDS), 3))
     sequence = made + 6 + steps * alone
     # Of several rows the longest is not known, and transitions are followed by launches that wait for all: less is sure to gain.
-    best, least = None, (0.98 if chains <= 2 else 0.94) * sequence - extra_us - (6 if transition else 0)
+    best, least = None, (0.98 if chains <= 2 else 0.9) * sequence - extra_us - (6 if transition else 0)
     if steps * alone < 0.35 * sequence:
         return None
     for slabs in SLABS:
         blocks = chains * heads * 2 // slabs
-        # Whole heads fall behind the records, which leave L2 before they are read where there are many.
-        if blocks > (64 if chains <= 4 else 96) or (
-            slabs == 2 and items > 2500 and not transition and chains * heads > 32
-        ):
+        if blocks > (64 if chains <= 4 else 96):
             continue
         stay = MULTIPROCESSORS - blocks
-        round_us = 9.8 + 0.026 * stay if slabs == 1 else 12.4
         early = 40 if chains * heads <= 12 else 0
         for rounds in range(items // BLOCKS_OF_RECORDS + 1):
-            beside = chunk_us[slabs] * (1.0 if transition else beside_records(slabs, blocks, chains, rounds))
-            rest = -(-(items - rounds * BLOCKS_OF_RECORDS) // (2 * stay)) * round_us + 3
-            time = 4 + max(12.4 * rounds, 8 if early else 11) + max(steps * beside, rest)
+            beside = chunk_us[slabs] * (1.0 if transition else beside_records(slabs, blocks, softplus))
+            slower = 1.38 if transition else SHARED[softplus][1] if blocks > 48 and rounds > 1 else 0.95
+            rest = -(-(items - rounds * BLOCKS_OF_RECORDS) // (2 * stay)) * round_us * slower
+            # Chunks that are walked while records are made take longer.
+            walked = min(steps, rest / beside)
+            chain = walked * beside + (steps - walked) * chunk_us[slabs] * (CROWDED if crowded and slabs == 1 else 1.0)
+            start = 12 if early and not rounds else 10 + max(round_us * rounds, 10.5)
+            time = start + max(chain, rest + 3)
             if time < least:
                 best, least = Overlap(slabs, stay, rounds, 0 if rounds else early), time
     return best
 
 
-def beside_records(slabs: int, blocks: int, chains: int, rounds: int) -> float:
-    """How much longer a chunk takes beside the records: its loads come late, later where many blocks load, and where the records
-    made in `rounds` no longer are in L2; sooner where the first ones were made ahead."""
-    if slabs == 1 and (rounds > 12 or (blocks > 48 and chains > 2)):
-        return 1.5
-    if slabs == 1 and blocks > 48:
-        return 1.25
-    return 1.14 if rounds else 1.2
+def beside_records(slabs: int, blocks: int, softplus: bool) -> float:
+    """How much longer a chunk takes while other multiprocessors make records: with many blocks, memory is the limit."""
+    if slabs == 1:
+        return 1.15 if blocks <= 48 else SHARED[softplus][0]
+    return 1.2 if blocks <= 32 else 1.6
 
 
 def parts_of_long_rows(heads: int) -> int:
@@ -125,7 +133,7 @@ def parts_of_long_rows(heads: int) -> int:
     gain: 3.8 us a part.
     """
     if heads <= 8:
-        return 6
+        return 5
     return 4 if heads <= 12 else 1
 
 

@@ -44,3 +44,19 @@ def test_halves_where_wholes_leave_multiprocessors_idle():
     assert [slabs_per_block(1, heads) for heads in HEADS] == [1] * len(HEADS)
     assert slabs_per_block(6, 16) == slabs_per_block(6, 32) == 1
     assert slabs_per_block(6, 16, equal=True) == slabs_per_block(8, 16) == slabs_per_block(32, 16) == 2
+
+
+def test_where_most_rows_are_short_one_long_chain_decides():
+    for heads in (8, 12, 16):
+        assert slabs_per_block(62, heads, tokens=34) == 1
+        assert slabs_per_block(62, heads, tokens=64) == 2
+    assert slabs_per_block(62, 32, tokens=34) == 2
+
+
+@pytest.mark.parametrize("slots", [129, 513])
+def test_records_of_many_heads_are_made_ahead_and_further_for_the_slower_gate(slots):
+    bounded, softplus = (overlap(slots, 32, 1, slots, False, 0.0, gate) for gate in (False, True))
+    assert bounded is not None
+    assert softplus is not None
+    assert bounded.slabs == softplus.slabs == 1
+    assert 1 < bounded.rounds < softplus.rounds < slots * 32 // (2 * MULTIPROCESSORS)
