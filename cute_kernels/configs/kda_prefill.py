@@ -26,7 +26,7 @@ RECORD_US = 4.05  # of a multiprocessor, where all of them make records
 ROUND_US = {False: 8.7, True: 9.4}  # one record by each worker of the chip, by whether the gate is softplus
 CHUNK_US = {False: {1: 0.93, 2: 1.75}, True: {1: 1.05, 2: 1.6}}  # by whether it is a transition, and slabs of a block
 # How much longer a chunk of half a head and a round take beside one another with many blocks, by whether the gate is softplus.
-SHARED = {False: (1.6, 1.0), True: (1.4, 1.07)}
+SHARED = {False: (1.55, 1.02), True: (1.35, 1.1)}
 CROWDED = 1.5  # how much longer a chunk of half a head takes where all multiprocessors load records
 WORKSPACE_BYTES = 1 << 30  # most that one launch may take for records
 
