@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pickle
 from typing import Any
 from unittest import mock
 
@@ -155,6 +156,23 @@ def test_drafts_and_sliding_windows_keep_lmdeploys_delta(spec: bool, window: int
         flow.step()
         assert flow.maker.sampling_strategy.compact_last is None
     assert flow.device.same == 0
+
+
+def test_what_travels_to_a_worker_of_another_process_arrives_as_it_left() -> None:
+    """Ray pickles a forward's inputs; what the driver keeps stays there."""
+    flow = Flow(device=Recorder)
+    flow.add(list(range(3, 90)), 30)
+    for _ in range(6):
+        flow.step()
+    [work] = flow.device.queue
+    delta, sampling = pickle.loads(pickle.dumps((work["delta"], work["sampling_inputs"])))
+    assert (type(delta), type(sampling)) == (steady.SameRows, steady.KeptSampling)
+    assert delta.block_offsets is None
+    assert delta.indice_cpu.tolist() == [0]
+    assert sampling.to_device("cpu") is sampling.to_device("cpu")
+    assert [plain(getattr(sampling, name)) for name in LISTED] == [
+        plain(getattr(work["sampling_inputs"], name)) for name in LISTED
+    ]
 
 
 @settings(max_examples=60, deadline=None)
