@@ -15,7 +15,7 @@ QUIET = 1.1  # how much longer than its fastest the loop may take
 LOOPS = 5  # of which the median counts
 TRIED = 6  # cores in a row before a pause
 PAUSE_S = 0.1
-PATIENCE_S = 10.0  # of all waiting together
+PATIENCE_S = 12.0  # of all waiting and of all that is taken again, together
 
 
 def spin() -> float:
@@ -28,10 +28,10 @@ def spin() -> float:
 
 
 class Core:
-    """The core that a thread runs on. spin: gives the seconds of a fixed piece of work."""
+    """The core that a thread runs on. spin: gives the seconds of a fixed piece of work. patience_s: what is left of it."""
 
     def __init__(self, spin: Callable[[], float] = spin, patience_s: float = PATIENCE_S) -> None:
-        self._spin, self._patience = spin, patience_s
+        self._spin, self.patience_s = spin, patience_s
         self._all = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
         self._order = sorted(self._all)
         self._fastest = math.inf
@@ -47,7 +47,7 @@ class Core:
     def settle(self) -> float:
         """Stay, or go to a core where the loop is quick; gives its slowdown there, above `QUIET` where patience has ended."""
         found, tried = self.slowdown(), 0
-        while found > QUIET and self._patience > 0 and self._order:
+        while found > QUIET and self.patience_s > 0 and self._order:
             began = time.monotonic()
             self._order.append(self._order.pop(0))
             os.sched_setaffinity(0, {self._order[0]})
@@ -55,7 +55,7 @@ class Core:
             if tried % TRIED == 0:
                 time.sleep(PAUSE_S)
             found = self.slowdown()
-            self._patience -= time.monotonic() - began
+            self.patience_s -= time.monotonic() - began
         return found
 
     def leave(self) -> None:

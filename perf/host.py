@@ -51,10 +51,11 @@ def microseconds(
 def take(measured: Callable[[], float], core: Core) -> tuple[float, float]:
     """How much the core was slowed at most around the take that was disturbed least, and what was measured in it."""
     takes: list[tuple[float, float]] = []
-    while len(takes) < TAKES and (not takes or takes[-1][0] > QUIET):
-        before = core.settle()
+    while not takes or (takes[-1][0] > QUIET and core.patience_s > 0 and len(takes) < TAKES):
+        began, before = time.monotonic(), core.settle()
         us = measured()
         takes.append((max(before, core.slowdown()), us))
+        core.patience_s -= time.monotonic() - began if len(takes) > 1 else 0.0
     return min(takes, key=lambda each: each[0])
 
 

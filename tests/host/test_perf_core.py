@@ -63,8 +63,14 @@ def test_the_take_that_counts_is_the_least_disturbed_not_the_shortest(moves) -> 
     assert next(figures) == 1.0, "an undisturbed take ends it"
 
 
-def test_where_every_take_is_disturbed_it_is_told(moves) -> None:
-    core = scripted([2.0], patience_s=0.0)
-    slowed, us = host.take(iter([5.0, 6.0, 7.0, 8.0]).__next__, core)
+@pytest.mark.parametrize(("patience_s", "takes"), [(0.0, 1), (60.0, host.TAKES)])
+def test_where_every_take_is_disturbed_it_is_told_and_patience_bounds_them(
+    moves, monkeypatch, patience_s, takes
+) -> None:
+    core = scripted([2.0], patience_s=patience_s)
+    monkeypatch.setattr(core, "settle", core.slowdown)
+    figures = iter([5.0, 6.0, 7.0, 8.0, 9.0])
+    slowed, us = host.take(figures.__next__, core)
     assert slowed > QUIET
     assert us == 5.0
+    assert next(figures) == 5.0 + takes
