@@ -74,7 +74,7 @@ class WyLayerVerify(LayerVerify, WyVerify):
         conv.load_inputs(mX, start, length)
         rK, rQ, rGate, rV, rBeta = self.new_registers()
         new = (rK, rQ, rGate, rV, rBeta)
-        self.load_gates(new, mGate, mBeta, tidx, head, start, length)
+        self.load_gates(new, self.gate_places(mGate, mBeta, tidx, head, start), tidx, length)
         z = []
         for e in cutlass.range_constexpr(2):
             t = 2 * l4 + e

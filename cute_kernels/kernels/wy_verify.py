@@ -36,7 +36,7 @@ from ..configs.verify import MAX_TOKENS, VerifyKey, wy_regions
 from ..configs.verify import WY_OLD_STRIDE as OLD_STRIDE
 from ..configs.verify import WY_OPERAND_STRIDE as OPERAND_STRIDE
 from ..device.arith import sigmoid
-from ..device.memory import load_vector, offset_ptr, smem_ptr, store_vector, zero_vector
+from ..device.memory import load_vector, made_here, offset_ptr, smem_ptr, store_vector, zero_vector
 from ..device.predicated import load_half_where, load_into_where, load_words_where, zero_words
 from ..device.state_io import row_ptr
 from ..device.token_step import HEAD_DIM, decay_factor
@@ -64,6 +64,7 @@ class WyVerify(WyTokens, recurrent_verify.RecurrentVerify):
     def __init__(self, key: VerifyKey):
         super().__init__(key)
         self.landings, self.split = self.warps, True
+        self.ahead = self.kda and not self.bounded  # with a shorter gate, or none a channel, it loses 1 to 4 %
         self.pieces = 2 if self.kda else 1  # words of an operand: hi and lo, or exact
         self.at, self.words = {}, 0  # first word of each region
         for name, size in wy_regions(self.kda, self.warps).items():
@@ -107,10 +108,18 @@ class WyVerify(WyTokens, recurrent_verify.RecurrentVerify):
         replayed: Int32,
     ):
         smem = self.allocate()
-        old = self.load_early(smem, mState, mLogK, mLogU, mLogGate, tidx, head, key_head, read, reads, log_in, replayed)
+        places = self.new_places(mQ, mK, mV, mGate, mBeta, tidx, head, key_head, start)
+        if const_expr(self.ahead):
+            # Before the first load: between loads, addresses would wait for registers that loads have yet to read.
+            self.land_rows(mState, smem[1], smem[2], read, reads, head * HEAD_DIM, tidx)
+            places = iter([made_here(place, place.alignment) for place in places])
+        old = self.load_early(
+            smem, mState, mLogK, mLogU, mLogGate, tidx, head, key_head, read, reads, log_in, replayed,
+            landing=self.ahead,
+        )  # fmt: skip
         self.wait(early)
         new = self.new_registers()
-        self.load_new(new, mQ, mK, mV, mGate, mBeta, tidx, head, key_head, start, length)
+        self.load_new(new, places, tidx, length)
         parameters = self.load_parameters(mALog, mBias, tidx, head)
         self.put_logged(smem[0], old, new, parameters, lower_bound, tidx, replayed)
         self.run_row(
@@ -148,12 +157,14 @@ class WyVerify(WyTokens, recurrent_verify.RecurrentVerify):
         reads: Boolean,
         log_in: Int64,
         replayed: Int32,
+        landing: cutlass.Constexpr = False,
     ):
-        """Issue the loads of what the kernel before did not write: state, logged u, k and gates."""
+        """Issue the loads of what the kernel before did not write: state (unless it is `landing`), logged u, k and gates."""
         _, sLanding, bars = smem
         lane, warp = tidx % 32, tidx // 32
         quad, l4 = lane // 4, lane % 4
-        self.land_rows(mState, sLanding, bars, read, reads, head * HEAD_DIM, tidx)
+        if const_expr(not landing):
+            self.land_rows(mState, sLanding, bars, read, reads, head * HEAD_DIM, tidx)
         hk, hv = cute.size(mLogK, mode=[3]), cute.size(mLogGate, mode=[3])
         channel = warp * 16 + OWN * l4  # the lane's first of token `quad`
         rWords = cute.make_rmem_tensor(cute.make_layout(4), Uint32)
@@ -184,48 +195,45 @@ class WyVerify(WyTokens, recurrent_verify.RecurrentVerify):
             rBias[0] = mBias[head]
         return Float32(mALog[head]), rBias
 
-    @cute.jit
-    def load_new(
-        self,
-        new,
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        mV: cute.Tensor,
-        mGate: cute.Tensor,
-        mBeta: cute.Tensor,
-        tidx: Int32,
-        head: Int32,
-        key_head: Int32,
-        start: Int32,
-        length: Int32,
-    ):
-        """Issue the loads of the new tokens; those a row does not have stay zero."""
-        rK, rQ, _, rV, _ = new
+    def new_places(self, mQ, mK, mV, mGate, mBeta, tidx, head, key_head, start):
+        """Where a lane's new tokens are, each computed when it is asked for: k, q, v of two tokens, gate, beta."""
         lane, warp = tidx % 32, tidx // 32
         quad, l4 = lane // 4, lane % 4
-        place = key_head * HEAD_DIM + warp * 16 + OWN * l4
-        load_into_where(quad < length, rK, row_ptr(mK, start + quad, place, 8))
-        load_into_where(quad < length, rQ, row_ptr(mQ, start + quad, place, 8))
-        place = head * HEAD_DIM + own_row(warp, quad)
-        for e in cutlass.range_constexpr(2):
-            t = 2 * l4 + e
-            rV[e] = load_words_where(t < length, row_ptr(mV, start + t, place, 4), 1)[0]
-        self.load_gates(new, mGate, mBeta, tidx, head, start, length)
+        channel, row = key_head * HEAD_DIM + warp * 16 + OWN * l4, head * HEAD_DIM + own_row(warp, quad)
+        yield row_ptr(mK, start + quad, channel, 8)
+        yield row_ptr(mQ, start + quad, channel, 8)
+        for e in range(2):
+            yield row_ptr(mV, start + (2 * l4 + e), row, 4)
+        yield from self.gate_places(mGate, mBeta, tidx, head, start)
 
-    @cute.jit
-    def load_gates(
-        self, new, mGate: cute.Tensor, mBeta: cute.Tensor, tidx: Int32, head: Int32, start: Int32, length: Int32
-    ):
+    def gate_places(self, mGate, mBeta, tidx, head, start):
+        """Where a thread's gate and beta are."""
+        if self.kda:
+            lane, warp = tidx % 32, tidx // 32
+            yield row_ptr(mGate, start + lane // 4, head * HEAD_DIM + warp * 16 + OWN * (lane % 4), 8)
+        else:
+            yield row_ptr(mGate, start + tidx, head, 2)
+        yield row_ptr(mBeta, start + tidx, head, 2)
+
+    def load_new(self, new, places, tidx, length):
+        """Issue the loads of the new tokens; those a row does not have stay zero."""
+        rK, rQ, _, rV, _ = new
+        lane = tidx % 32
+        quad, l4 = lane // 4, lane % 4
+        load_into_where(quad < length, rK, next(places))
+        load_into_where(quad < length, rQ, next(places))
+        for e in range(2):
+            rV[e] = load_words_where(2 * l4 + e < length, next(places), 1)[0]
+        self.load_gates(new, places, tidx, length)
+
+    def load_gates(self, new, places, tidx, length):
         """KDA's raw gate of a lane's channels; beta and GDN's gate of one token by each of the first threads."""
         _, _, rGate, _, rBeta = new
-        lane, warp = tidx % 32, tidx // 32
-        if const_expr(self.kda):
-            place = head * HEAD_DIM + warp * 16 + OWN * (lane % 4)
-            load_into_where(lane // 4 < length, rGate, row_ptr(mGate, start + lane // 4, place, 8))
+        if self.kda:
+            load_into_where(tidx % 32 // 4 < length, rGate, next(places))
         else:
-            words = cute.recast_tensor(rGate, Uint32)
-            words[0] = load_half_where(tidx < length, row_ptr(mGate, start + tidx, head, 2))
-        rBeta[0] = load_half_where(tidx < length, row_ptr(mBeta, start + tidx, head, 2))
+            cute.recast_tensor(rGate, Uint32)[0] = load_half_where(tidx < length, next(places))
+        rBeta[0] = load_half_where(tidx < length, next(places))
 
     @cute.jit
     def put_logged(self, base: cute.Pointer, old, new, parameters, lower_bound: Float32, tidx: Int32, replayed: Int32):
