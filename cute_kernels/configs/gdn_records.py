@@ -1,6 +1,6 @@
 """GDN prefill from records: its two kernels' specialisations, and which calls take it.
 
-Budget of one block of the recurrence, shared memory: K, Q 3 x 32 KiB, K' 2 x 16 KiB, vectors 3 x 2.4 KiB; half a head:
+Budget of one block of the recurrence, shared memory: K, Q 3 x 32 KiB, vectors 3 x 2.4 KiB; half a head:
 V 4 x 8 KiB, T', P 3 x 16 KiB; a whole one: V 3 x 16 KiB, T', P 2 x 16 KiB.
 """
 

@@ -2,9 +2,9 @@
 
 Budget of one GDN block (one sequence and value head, or half of one; one block a multiprocessor):
 
-    registers   whole head, 512 threads: 2 state warpgroups x 176, pairs 96, data 64 = 512, the whole file
+    registers   whole head, 512 threads: 2 state warpgroups x 176, pairs 112, data 48 = 512, the whole file
                 half of one, 640 threads: state 176, 2 pairs x 96, 2 data x 56 = 480, 96 a thread at the start
-    shared      K, Q 3 x 16 KiB, V 3 x 16 KiB (8 for half a head), K' 2 x 16 KiB, T', P 2 x 8 KiB, work matrix 9 KiB a pairs
+    shared      K, Q 3 x 16 KiB, V 3 x 16 KiB (8 for half a head), V', T', P 2 x 8 KiB, work matrix 9 KiB a pairs
                 warpgroup, vectors 3 x 2.4 KiB; output over V
 """
 

@@ -1,40 +1,31 @@
-"""Row work of the GDN recurrence from records: the update operand K' and finished output rows."""
+"""Row work of the GDN recurrence from records: ends of short chunks and finished output rows."""
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from .prefill_gdn_rows import (
-    REST,
-    VECTOR_BYTES,
-    copy_output_rows,
-    rewrite_update_operand,
-    store_output_rows,
-    zero_rows,
-)
+from .prefill_gdn_rows import copy_output_rows, store_output_rows, zero_rows
 from .prefill_layout import CHUNK, INPUT_STAGES, OPERAND_BYTES, WORK_STAGES, Field, Flag
 from .prefill_sync import advance, read_record
 from .warp_ops import load_shared
 
 
 @cute.jit
-def run_keys(shared, first, rows: cutlass.Constexpr, lane):
-    """K' of `rows` key rows from `first` on of every chunk; rows of a short chunk beyond its end are zeroed in K and V."""
+def run_ends(shared, lane):
+    """Zero rows of a short chunk beyond its end in K and V, then let the state at the chunk; by one warp."""
     stage, parity, work, work_parity = Int32(0), Int32(0), Int32(0), Int32(0)
     stage_v, parity_v = Int32(0), Int32(0)
     shared.inputs.wait_full(stage, parity)
     record = read_record(shared.records, stage)
     while (record[Field.FLAGS] & Flag.STOP) == 0:
         count = record[Field.COUNT]
-        k_tile = shared.k_base + stage * OPERAND_BYTES
         if count < CHUNK:
-            zero_rows(k_tile, first, rows, count, lane)
             shared.v.wait_full(stage_v, parity_v)
-            zero_rows(shared.v_base + stage_v * shared.value_bytes, first, rows, count, lane, shared.slabs)
-        factor = load_shared(shared.vector_base + stage * VECTOR_BYTES + REST + (first + lane % rows) * 4, 1)
+            for part in cutlass.range(4, unroll=1):
+                zero_rows(shared.k_base + stage * OPERAND_BYTES, 16 * part, 16, count, lane)
+                zero_rows(shared.v_base + stage_v * shared.value_bytes, 16 * part, 16, count, lane, shared.slabs)
         shared.ready.wait_empty(work, work_parity)
-        rewrite_update_operand(k_tile, shared.u_base + work * OPERAND_BYTES, first, rows, lane, factor)
-        shared.ready.publish_to_async(work)
+        shared.ready.publish(work)
         stage, parity = advance(stage, parity, INPUT_STAGES)
         stage_v, parity_v = advance(stage_v, parity_v, shared.v.stages)
         work, work_parity = advance(work, work_parity, WORK_STAGES)

@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
 from .prefill_inverse import block_address, merge_column
-from .prefill_layout import CHUNK, LOWER_PITCH, TILE_BYTES, tile_address
+from .prefill_layout import LOWER_PITCH, tile_address
 from .warp_ops import ldmatrix4, load_shared, mma_1688, pack_f16, pick, stmatrix2, store_shared
 
 
@@ -72,19 +72,3 @@ def merge_halves(lower: Int32, tile: Int32, beta: Int32, column: Int32, columns:
 def solved_place(shared, work, work_parity):
     """Stage and parity in the ring of triangular work matrices of the chunk in a work stage: a whole head has one matrix."""
     return (Int32(0), work) if shared.slabs == 2 else (work, work_parity)
-
-
-@cute.jit
-def merge_solved(shared, columns: cutlass.Constexpr, vector: Int32, work: Int32, work_parity: Int32, lane: Int32):
-    """Block columns of T', by one data warp, from what the pairs role has solved; publishes them.
-
-    `vector` is the address of the chunk's betas.
-    """
-    solved, parity = solved_place(shared, work, work_parity)
-    shared.solved.wait_full(solved, parity)
-    lower = shared.lower + solved * (CHUNK * LOWER_PITCH)
-    for column in cutlass.range_constexpr(*columns):
-        first = ldmatrix4(block_address(lower, column, column, lane), transpose=True)
-        merge_column(first, lower, shared.t_base + work * TILE_BYTES, vector, column, lane, negated=True)
-    shared.solved.release(solved)
-    shared.pairs.publish_to_async(work)

@@ -1,4 +1,4 @@
-"""Row work of GDN prefill: gates, norms, the vectors of a chunk, the update operand K', and finished output rows.
+"""Row work of GDN prefill: gates, norms, the vectors of a chunk, and finished output rows.
 
 A chunk's vectors are fp32 at fixed byte offsets of a stage (r = 1 / |x|, G the inclusive sum of the log decay in base 2, C the
 chunk's last token):
@@ -12,15 +12,16 @@ Rows from `count` on may hold a neighbour's tokens, even NaN: their operand rows
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync
 
 from .arith import sigmoid
-from .prefill_gdn_inverse import merge_solved
-from .prefill_layout import CHUNK, HEAD, INPUT_STAGES, OPERAND_BYTES, TILE_BYTES, WORK_STAGES, Field, Flag
+from .prefill_gdn_inverse import solved_place
+from .prefill_inverse import merge_any_column
+from .prefill_layout import CHUNK, HEAD, INPUT_STAGES, LOWER_PITCH, OPERAND_BYTES, TILE_BYTES, WORK_STAGES, Field, Flag
 from .prefill_sync import advance, read_record
 from .state_io import row_ptr
-from .warp_ops import load_shared, pack_f16, pick, store_shared, sum_scan, unpack_bf16
+from .warp_ops import load_shared, pick, store_shared, sum_scan, unpack_bf16
 
 LOG2_E = 1.4426950408889634
 NORM_EPS = 1e-6
@@ -39,6 +40,31 @@ def load_scalars(mX: cute.Tensor, token: Int32, count: Int32, head: Int32, lane:
             one = cute.make_tensor(row_ptr(mX, token + i, head, mX.element_type.width // 8), cute.make_layout(1))
             values[half] = Float32(one[0])
     return [values[0], values[1]]
+
+
+def scalar_rows(mX: cute.Tensor, row: Int32, head: Int32):
+    """Address of column `head` of a row of bf16, and the bytes from row to row, for `load_bits`."""
+    return row_ptr(mX, row, head, 2).toint(), Int32(mX.stride[0] * 2)
+
+
+def load_bits(address, stride, row: Int32, count: Int32, lane: Int32):
+    """The bits of a column's bf16 `row` and `row + 32` rows behind `address`, 0 where `lane`, `lane + 32` are not below `count`.
+
+    They stay bits until they are used, behind whatever hides the load: converted at once they would be waited for at once.
+    """
+    at = address + Int64(row) * Int64(stride)
+    words = []
+    for half in range(2):
+        words.append(
+            cute.arch.inline_ptx(
+                "{ .reg .pred inside; .reg .b16 value; mov.b16 value, 0; setp.lt.s32 inside, {$r1}, {$r2}; "
+                "@inside ld.global.b16 value, [{$r0}]; cvt.u32.u16 {$w0}, value; }",
+                write_only_types=[Uint32],
+                read_only_args=[at, lane + 32 * half, count],
+            )
+        )
+        at = at + Int64(32) * Int64(stride)
+    return words
 
 
 @cute.jit
@@ -88,7 +114,7 @@ def zero_rows(
 
 
 @cute.jit
-def write_squares(tile: Int32, at: Int32, first: Int32, rows: cutlass.Constexpr, lane: Int32):
+def write_squares(tile: Int32, at: Int32, first: Int32, rows, lane: Int32):
     """Sums of squares of operand rows `first .. first + rows - 1` to the fp32 vector `at`, by one warp, visible to all its lanes.
 
     Eight lanes share a row and sum it in one fixed order. A row that is not finite spoils its own sum alone.
@@ -132,7 +158,7 @@ def write_query_vectors(
     tile: Int32,
     vector: Int32,
     first: Int32,
-    rows: cutlass.Constexpr,
+    rows,
     count: Int32,
     l2norm: Int32,
     scale: Float32,
@@ -146,30 +172,6 @@ def write_query_vectors(
         factor = inverse_norm(load_shared(at + P_ROW, 1), own < count, l2norm) * scale
         store_shared(at + O_FACTOR, factor * load_shared(at + GROWN, 1))
         store_shared(at + P_ROW, factor)
-
-
-@cute.jit
-def rewrite_update_operand(
-    k_tile: Int32, u_tile: Int32, first: Int32, rows: cutlass.Constexpr, lane: Int32, factor: Float32
-):
-    """K'_j = factor_j k_j in fp16 for rows `first .. first + rows - 1`; lane l holds the factor of row first + l.
-
-    Loops stay loops here and below: four roles run at once, and what they fetch of instructions is a limit of its own.
-    """
-    inner = lane >> 3
-    start = (first + inner) * 128 + (((lane & 7) ^ inner) << 4)
-    for batch in cutlass.range(rows // 8, unroll=1):
-        at = start + batch * 1024
-        # Rows 8 batch + inner and + 4: the second one's pieces are swizzled by 4 more.
-        offsets = [at, at + TILE_BYTES, (at ^ 64) + 512, (at ^ 64) + 512 + TILE_BYTES]
-        loaded = [load_shared(k_tile + offset, 4, Uint32) for offset in offsets]
-        factors = [cute.arch.shuffle_sync(factor, 8 * batch + 4 * i + inner) for i in range(2)]
-        for i in cutlass.range_constexpr(4):
-            scaled = []
-            for w in cutlass.range_constexpr(4):
-                low, high = unpack_bf16(loaded[i][w])
-                scaled.append(pack_f16(low * factors[i // 2], high * factors[i // 2]))
-            store_shared(u_tile + offsets[i], *scaled)
 
 
 @cute.jit
@@ -214,56 +216,27 @@ def run_gates(shared, mA: cute.Tensor, mB: cute.Tensor, mALog: cute.Tensor, mDtB
 
 
 @cute.jit
-def run_keys(
-    shared,
-    first,
-    rows: cutlass.Constexpr,
-    query,
-    query_rows: cutlass.Constexpr,
-    columns: cutlass.Constexpr,
-    column,
-    lane,
-    l2norm,
-    scale,
-):
-    """K' of key rows `first .. first + rows - 1` of every chunk, vectors of `query_rows` query rows from `query` on, block column
-    `column` of T' where it is in the range of `columns`; the two are published together."""
-    stage, parity, work, work_parity = (Int32(0) for _ in range(4))
-    shared.inputs.wait_full(stage, parity)
-    record = read_record(shared.records, stage)
-    while (record[Field.FLAGS] & Flag.STOP) == 0:
-        vector = shared.vector_base + stage * VECTOR_BYTES
-        if cutlass.const_expr(query_rows > 0):
-            tile = shared.q_base + stage * OPERAND_BYTES
-            write_query_vectors(tile, vector, query, query_rows, record[Field.COUNT], l2norm, scale, lane)
-            shared.queries.publish(stage)
-        shared.keys.wait_full(stage, parity)
-        factor = load_shared(vector + REST + (first + lane % rows) * 4, 1)
-        shared.pairs.wait_empty(work, work_parity)
-        rewrite_update_operand(
-            shared.k_base + stage * OPERAND_BYTES, shared.u_base + work * OPERAND_BYTES, first, rows, lane, factor
-        )
-        for one in cutlass.range_constexpr(*columns):
-            if column == one:
-                merge_solved(shared, (one, one + 1), vector + BETA, work, work_parity, lane)
-        if cutlass.const_expr(columns[0] == columns[1]):
-            shared.pairs.publish_to_async(work)
-        shared.inputs.release(stage)
-        stage, parity = advance(stage, parity, INPUT_STAGES)
-        work, work_parity = advance(work, work_parity, WORK_STAGES)
-        shared.inputs.wait_full(stage, parity)
-        record = read_record(shared.records, stage)
+def merge_solved(shared, column, vector: Int32, work: Int32, work_parity: Int32, lane: Int32):
+    """Block column `column` of T', by one data warp, from what the pairs role has solved; publishes it.
+
+    `vector` is the address of the chunk's vectors.
+    """
+    solved, parity = solved_place(shared, work, work_parity)
+    shared.solved.wait_full(solved, parity)
+    lower = shared.lower + solved * (CHUNK * LOWER_PITCH)
+    merge_any_column(lower, shared.t_base + work * TILE_BYTES, vector + BETA, column, lane)
+    shared.solved.release(solved)
+    shared.pairs.publish_to_async(work)
 
 
 @cute.jit
-def run_merges(shared, columns: cutlass.Constexpr, lane):
-    """Block columns of T', the range of `columns`, of every chunk."""
+def run_merges(shared, column, lane):
+    """Block column `column` of T' of every chunk."""
     stage, parity, work, work_parity = Int32(0), Int32(0), Int32(0), Int32(0)
     shared.inputs.wait_full(stage, parity)
     record = read_record(shared.records, stage)
     while (record[Field.FLAGS] & Flag.STOP) == 0:
-        beta = shared.vector_base + stage * VECTOR_BYTES + BETA
-        merge_solved(shared, columns, beta, work, work_parity, lane)
+        merge_solved(shared, column, shared.vector_base + stage * VECTOR_BYTES, work, work_parity, lane)
         work, work_parity = advance(work, work_parity, WORK_STAGES)
         shared.inputs.release(stage)
         stage, parity = advance(stage, parity, INPUT_STAGES)
@@ -273,9 +246,8 @@ def run_merges(shared, columns: cutlass.Constexpr, lane):
 
 @cute.jit
 def run_queries(shared, query, stores: cutlass.Constexpr, slab, lane, tma_out, gOut, sV, mOut, l2norm, scale):
-    """Vectors of 32 query rows from `query` on; where it `stores`, output of the chunk two before, which the state has left; of a
-    whole head block column 0 of T', while the output is read."""
-    stage, parity, done, done_parity, work, work_parity = (Int32(0) for _ in range(6))
+    """Vectors of 32 query rows from `query` on; where it `stores`, output of the chunk two before, which the state has left."""
+    stage, parity, done, done_parity = (Int32(0) for _ in range(4))
     token, count, head = [Int32(0), Int32(0)], [Int32(-1), Int32(-1)], [Int32(0), Int32(0)]
     shared.inputs.wait_full(stage, parity)
     record = read_record(shared.records, stage)
@@ -305,11 +277,6 @@ def run_queries(shared, query, stores: cutlass.Constexpr, slab, lane, tma_out, g
                 stored = done
                 done, done_parity = advance(done, done_parity, INPUT_STAGES)
             token, count, head = [token[1], following_token], [count[1], following], [head[1], following_head]
-        if cutlass.const_expr(shared.slabs == 2):
-            if following >= 0:
-                beta = shared.vector_base + stage * VECTOR_BYTES + BETA
-                merge_solved(shared, (0, 1), beta, work, work_parity, lane)
-                work, work_parity = advance(work, work_parity, WORK_STAGES)
         if stored >= 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             shared.v.release(stored)
@@ -342,3 +309,59 @@ def store_output_rows(tma_out, gOut, sV, slabs, token, column, stage):
     """`start_output_rows`, until the stage has been read."""
     start_output_rows(tma_out, gOut, sV, slabs, token, column, stage)
     cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+@cute.jit
+def run_rows(shared, place, slab, lane, tma_out, gOut, sV, mOut, l2norm, scale, queried: cutlass.Constexpr):
+    """Row work of a whole head, by warps of `place` 0, 1 and 2: query vectors of 16, 24 and 24 rows; the first one's output of
+    the chunk two before; block column `place` of T'."""
+    stage, parity, done, done_parity, work, work_parity = (Int32(0) for _ in range(6))
+    token, count, head = [Int32(0), Int32(0)], [Int32(-1), Int32(-1)], [Int32(0), Int32(0)]
+    first = place == 0
+    query, query_rows = (Int32(0) if first else 24 * place - 8), (Int32(16) if first else Int32(24))
+    shared.inputs.wait_full(stage, parity)
+    record = read_record(shared.records, stage)
+    while ((record[Field.FLAGS] & Flag.STOP) == 0) | (count[0] >= 0) | (count[1] >= 0):
+        following = Int32(-1)
+        vector = shared.vector_base + stage * VECTOR_BYTES
+        if (record[Field.FLAGS] & Flag.STOP) == 0:
+            following = record[Field.COUNT]
+            if cutlass.const_expr(queried):
+                tile = shared.q_base + stage * OPERAND_BYTES
+                write_query_vectors(tile, vector, query, query_rows, following, l2norm, scale, lane)
+                shared.queries.publish(stage)
+        stored = Int32(-1)
+        if first:
+            if cutlass.const_expr(queried):
+                if count[0] >= 0:
+                    shared.output.wait_full(done, done_parity)
+                    column = head[0] * HEAD + slab * 64
+                    cute.arch.fence_view_async_shared()
+                    if count[0] == CHUNK:
+                        start_output_rows(tma_out, gOut, sV, shared.slabs, token[0], column, done)
+                    else:
+                        copy_output_rows(
+                            shared.v_base + done * shared.value_bytes,
+                            shared.slabs,
+                            mOut,
+                            token[0],
+                            count[0],
+                            column,
+                            lane,
+                        )
+                        cute.arch.fence_view_async_shared()
+                    stored = done
+                    done, done_parity = advance(done, done_parity, INPUT_STAGES)
+                token, count = [token[1], record[Field.TOKEN]], [count[1], following]
+                head = [head[1], record[Field.HEAD]]
+        if following >= 0:
+            merge_solved(shared, place, vector, work, work_parity, lane)
+            work, work_parity = advance(work, work_parity, WORK_STAGES)
+        if stored >= 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            shared.v.release(stored)
+        if following >= 0:
+            shared.inputs.release(stage)
+            stage, parity = advance(stage, parity, INPUT_STAGES)
+            shared.inputs.wait_full(stage, parity)
+            record = read_record(shared.records, stage)

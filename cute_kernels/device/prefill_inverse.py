@@ -104,3 +104,41 @@ def merge_blocks(first, lower: Int32, tile: Int32, beta: Int32, warp: Int32, lan
     for column in cutlass.range_constexpr(3):
         if warp == column:
             merge_column(first, lower, tile, beta, column, lane)
+
+
+def _merge_next(blocks, lower, tile, low, high, shift, lane):
+    """The block below `blocks`, to the T' tile; its words."""
+    i = len(blocks)
+    operands = [ldmatrix4(block_address(lower, i, m, lane)) for m in range(i + 1)]
+    total = [Float32(0.0)] * 8
+    for m in range(i):
+        total = _product(blocks[m], operands[m], total)
+    z = [pack_f16(total[2 * p], total[2 * p + 1]) for p in range(4)]
+    y = _product(z, operands[-1], [Float32(0.0)] * 8)
+    scaled = [pack_f16(y[2 * p] * s, y[2 * p + 1] * s) for p, s in enumerate((low, high, low, high))]
+    row = i * 16 + (lane & 7) + ((lane >> 4) << 3)
+    stmatrix4(tile + row * 128 + shift, *scaled, transpose=True)
+    return [pack_f16(y[2 * p], y[2 * p + 1]) for p in range(4)]
+
+
+@cute.jit
+def merge_from(
+    blocks, lower: Int32, tile: Int32, low: Float32, high: Float32, shift: Int32, column: Int32, lane: Int32
+):
+    """Blocks below the first ones of block column `column`, from the next one on, to the T' tile; `lower` and `tile` are shifted
+    along the diagonal. The code is that of the first column; others leave it early."""
+    block = _merge_next(blocks, lower, tile, low, high, shift, lane)
+    if cutlass.const_expr(len(blocks) < 3):
+        if column < 3 - len(blocks):
+            merge_from([*blocks, block], lower, tile, low, high, shift, column, lane)
+
+
+@cute.jit
+def merge_any_column(lower: Int32, tile: Int32, beta: Int32, column: Int32, lane: Int32):
+    """Blocks below the diagonal of block column `column` (0, 1 or 2), to the T' tile; `lower` has -L."""
+    shifted = lower + column * (16 * LOWER_PITCH + 32)
+    first = ldmatrix4(block_address(shifted, 0, 0, lane), transpose=True)
+    low = load_shared(beta + column * 64 + (lane >> 2) * 4, 1)
+    high = load_shared(beta + column * 64 + (lane >> 2) * 4 + 32, 1)
+    shift = ((column * 2 + ((lane >> 3) & 1)) ^ (lane & 7)) << 4
+    merge_from([first], shifted, tile + column * 2048, low, high, shift, column, lane)

@@ -14,7 +14,7 @@ OPERAND_BYTES = 2 * TILE_BYTES
 STATE_ELEMENTS = HEAD * HEAD
 OUT_PITCH = 272  # bytes of an output row in shared memory: 16 bytes of padding spread the rows over the banks
 INPUT_STAGES = 3  # GDN: K, Q, V and vectors
-WORK_STAGES = 2  # GDN: K', T' and P
+WORK_STAGES = 2  # GDN: T' and P
 LOWER_PITCH = 144  # bytes of a row of the triangular work matrix, padded for the same reason
 
 

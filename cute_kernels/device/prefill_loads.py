@@ -5,7 +5,8 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 
-from .prefill_layout import CHUNK, HEAD
+from .prefill_layout import CHUNK, HEAD, TILE_BYTES
+from .prefill_sync import advance
 
 
 @cute.jit
@@ -15,6 +16,16 @@ def load_tile(tma, gX, sX, token, column, stage, ring: cutlass.Constexpr, width:
     one = cute.make_layout(1)
     target, source = cpasync.tma_partition(tma, 0, one, cute.group_modes(sX, 0, 2), cute.group_modes(tile, 0, 2))
     cute.copy(tma, source, target[None, stage], tma_bar_ptr=ring.full + stage)
+
+
+@cute.jit
+def load_when_free(tma, gX, sX, token, column, stage, parity, ring: cutlass.Constexpr):
+    """`load_tile` of all columns of a stage once it is free; the stage after it."""
+    width = cute.size(sX, mode=[1])
+    ring.wait_empty(stage, parity)
+    ring.expect(stage, width // 64 * TILE_BYTES)
+    load_tile(tma, gX, sX, token, column, stage, ring, width)
+    return advance(stage, parity, ring.stages)
 
 
 @cute.jit

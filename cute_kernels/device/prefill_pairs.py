@@ -234,8 +234,8 @@ def run_pairs(shared, tidx, index, warp, lane, l2norm, sK, sQ, pair_mma, transit
             zero_beyond(shared, next_stage, record[Field.COUNT], barrier + 2, warp, lane, transition)
             multiply(pair_mma, kk, left_k, right_k, next_stage)
         if cutlass.const_expr(not transition):
-            # Found again: there are no registers to keep them in.
-            rows, diagonal = pair_factors(vector, warp, lane)
+            if cutlass.const_expr(not ahead):  # found again: there are no registers to keep them in
+                rows, diagonal = pair_factors(vector, warp, lane)
             write_weights(qk, vector, rows, diagonal, p_tile, warp, lane)
         shared.inputs.release(stage)
         shared.pairs.publish_to_async(work)

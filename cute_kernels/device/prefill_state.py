@@ -1,6 +1,7 @@
 """The state role: one warpgroup owns 64 V rows (a slab) of one head's S^T [V, K] in fp32 accumulators, across chunks.
 
-One chunk, with K, Q raw bf16 operands (GDN) or decayed ones (KDA), K' the update's operand, T' and P from the pairs role:
+One chunk, with K, Q raw bf16 operands (GDN) or decayed ones (KDA), T' and P from the pairs role; for the update V' and K' (KDA), or
+W, which has the decay, and K (GDN):
 
     X  = V^T - S^T K^T (x a factor per token)     fp16
     V' = X T'^T                                   fp16
@@ -18,7 +19,7 @@ from cutlass import BFloat16, Float16, Float32, Int32, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from .memory import narrow
-from .prefill_layout import CHUNK, HEAD, STATE_ELEMENTS, tile_address
+from .prefill_layout import CHUNK, HEAD, STATE_ELEMENTS, TILE_BYTES, tile_address
 from .state_io import slot_is_valid, slot_ptr
 from .warp_ops import (
     fragment_words,
@@ -26,6 +27,7 @@ from .warp_ops import (
     load_shared,
     pack_bf16,
     pack_f16,
+    pick,
     stmatrix4,
     stmatrix4_where,
     store_shared,
@@ -96,26 +98,77 @@ def as_left_operand(acc, shape, dtype):
     return left
 
 
-def _slab_view(mPool, slot, head, row, column, width):
-    """The thread's elements of a slot's head, in accumulator order."""
-    inner = head * STATE_ELEMENTS + row * HEAD + column
-    pointer = slot_ptr(mPool, slot, inner, 2 * width // 8)
-    return cute.make_tensor(pointer, cute.make_layout((2, 2, 16), stride=(1, 8 * HEAD, 8)))
+def load_factors(vector, lane):
+    """The thread's pairs of a chunk's 64 fp32 factors, a pair for each octet of an accumulator's columns."""
+    return [load_shared(vector + (lane & 3) * 8 + n * 32, 2) for n in range(8)]
+
+
+def scaled_left_operand(acc, vector, lane, shape):
+    """An accumulator of 64 columns times the chunk's factors at `vector`, rounded to a left-operand fragment of bf16."""
+    left = cute.make_rmem_tensor(shape, BFloat16)
+    words = fragment_words(left)
+    for n in range(8):
+        pair = load_shared(vector + (lane & 3) * 8 + n * 32, 2)
+        for r in range(2):
+            i = 4 * n + 2 * r
+            words[2 * n + r] = pack_bf16(acc[i] * pair[0], acc[i + 1] * pair[1])
+    return left
+
+
+def scaled_halves_as_left_operand(halves, factors, shape):
+    """The same of `token_halves` and `load_factors`."""
+    left = cute.make_rmem_tensor(shape, BFloat16)
+    words = fragment_words(left)
+    for n in range(8):
+        for r in range(2):
+            i = 4 * (n % 4) + 2 * r
+            words[2 * n + r] = pack_bf16(halves[n // 4][i] * factors[n][0], halves[n // 4][i + 1] * factors[n][1])
+    return left
+
+
+def store_left_operand(left, tile, warp, lane):
+    """A left-operand fragment to swizzled tiles of 64 columns, side by side, for wgmma to read."""
+    words = fragment_words(left)
+    row = 16 * warp + (lane & 15)
+    start = tile_address(tile, row, lane >> 4)
+    for k in range(cute.size(words) // 4):
+        stmatrix4((start ^ (k % 4 * 32)) + k // 4 * TILE_BYTES, *[words[4 * k + i] for i in range(4)])
+
+
+def _slab_view(mPool, slot, head, row, column):
+    """Of a slot's head what the thread moves: of the K columns of a pair of lanes the even one's octets or the odd one's, four
+    elements of each, in the order (element, row half, pair of octets)."""
+    odd = (column >> 1) & 1
+    inner = head * STATE_ELEMENTS + row * HEAD + 8 * odd + 4 * (column >> 2)
+    pointer = slot_ptr(mPool, slot, inner, 4 * mPool.element_type.width // 8)
+    return odd != 0, cute.make_tensor(pointer, cute.make_layout((4, 2, 8), stride=(1, 8 * HEAD, 16)))
+
+
+def _trade(odd, even_octet, odd_octet):
+    """Words of two column octets traded between the lanes of a pair: what the lane keeps, what it gets."""
+    kept = [pick(odd, y, x) for x, y in zip(even_octet, odd_octet)]
+    got = [cute.arch.shuffle_sync_bfly(pick(odd, x, y), 1) for x, y in zip(even_octet, odd_octet)]
+    return kept, got
 
 
 @cute.jit
 def load_state(S, mPool: cute.Tensor, slot: Int32, num_slots: Int32, head: Int32, row: Int32, column: Int32):
     """S <- the thread's part of head `head` of a slot, or zero where the slot is none.
 
-    `row` is the thread's first V row of the head, `column` its first K column, 2 (lane % 4).
+    `row` is the thread's first V row of the head, `column` its first K column, 2 (lane % 4). Lanes of a pair trade what they
+    load, so that each loads four elements at once.
     """
     S.fill(0.0)
     if slot_is_valid(slot, num_slots):
-        view = _slab_view(mPool, slot, head, row, column, mPool.element_type.width)
+        odd, view = _slab_view(mPool, slot, head, row, column)
         raw = cute.make_rmem_tensor(view.layout.shape, mPool.element_type)
         cute.autovec_copy(view, raw)
-        for i in cutlass.range_constexpr(cute.size(raw)):
-            S[i] = Float32(raw[i])
+        for i in cutlass.range_constexpr(16):
+            words = [Float32(raw[4 * i + e]) for e in range(4)]
+            kept, got = _trade(odd, words[:2], words[2:])
+            for e in cutlass.range_constexpr(2):
+                at = 8 * (i // 2) + 2 * (i % 2) + e
+                S[at], S[at + 4] = pick(odd, got[e], kept[e]), pick(odd, kept[e], got[e])
 
 
 @cute.jit
@@ -132,11 +185,17 @@ def prefetch_state(mPool: cute.Tensor, slot: Int32, num_slots: Int32, head: Int3
 
 @cute.jit
 def store_state(S, mPool: cute.Tensor, slot: Int32, num_slots: Int32, head: Int32, row: Int32, column: Int32):
-    """The thread's part of S, rounded once, to head `head` of a slot; nothing where the slot is none."""
+    """The thread's part of S, rounded once, to head `head` of a slot; nothing where the slot is none. As `load_state`."""
     if slot_is_valid(slot, num_slots):
-        view = _slab_view(mPool, slot, head, row, column, mPool.element_type.width)
-        flat = narrow(S, cute.size(S), mPool.element_type)
-        cute.autovec_copy(cute.make_tensor(flat.iterator, cute.make_layout((2, 2, 16))), view)
+        odd, view = _slab_view(mPool, slot, head, row, column)
+        moved = cute.make_rmem_tensor(cute.make_layout(cute.size(S)), Float32)
+        for i in cutlass.range_constexpr(16):
+            at = 8 * (i // 2) + 2 * (i % 2)
+            kept, got = _trade(odd, [S[at], S[at + 1]], [S[at + 4], S[at + 5]])
+            for e in cutlass.range_constexpr(2):
+                moved[4 * i + e], moved[4 * i + 2 + e] = pick(odd, got[e], kept[e]), pick(odd, kept[e], got[e])
+        flat = narrow(moved, cute.size(moved), mPool.element_type)
+        cute.autovec_copy(cute.make_tensor(flat.iterator, cute.make_layout((4, 2, 8))), view)
 
 
 @cute.jit

@@ -4,24 +4,24 @@ Per sequence and value head, in chunks of at most 64 tokens (mathematics: `refer
 of the log decay and every exponent <= 0:
 
     L_ij = beta_i r_i r_j 2^(G_i - G_j) (k_i.k_j), j < i        T' = (I + L)^-1 diag(beta)
-    P_ij = s rq_i r_j 2^(G_i - G_j) (q_i.k_j), j <= i           K'_j = r_j 2^(G_C - G_j) k_j
-    X_j = v_j - r_j 2^G_j S k_j     V' = T' X     O_i = s rq_i 2^G_i S q_i + sum_j P_ij V'_j     S <- 2^G_C S + sum_j K'_j V'_j
+    P_ij = s rq_i r_j 2^(G_i - G_j) (q_i.k_j), j <= i           W_j = r_j 2^(G_C - G_j) V'_j
+    X_j = v_j - r_j 2^G_j S k_j     V' = T' X     O_i = s rq_i 2^G_i S q_i + sum_j P_ij V'_j     S <- 2^G_C S + sum_j W_j k_j
 
-Norms and gates enter as factors of rows and columns of the products; only K' is rewritten. T', P, X, V', K' are fp16, the left
-operand S is bf16, sums and the state are fp32.
+Norms and gates enter as factors of rows and columns of the products: no operand is rewritten. T', P, X, V' are fp16, the left
+operands S and W are bf16 as the keys, sums and the state are fp32.
 
 A block stays on its multiprocessor and takes one (sequence, value head) after another, longest first. `slabs` = 2: all V rows of
 the head; 1: half of them (slab `block % 2`), with the same bits:
     state x slabs        64 V rows each, S in accumulators (`device/prefill_state.py`)
     pairs x (3 - slabs)  K K^T, key norms, Q K^T, decay and masks (`device/prefill_pairs.py`), diagonal blocks of the inverse
-    data                 items (`device/prefill_schedule.py`), chunk list, TMA, gates, query norms, K', output rows
+    data                 items (`device/prefill_schedule.py`), chunk list, TMA, gates, query norms, output rows
                          (`device/prefill_gdn_rows.py`), the rest of the inverse (`prefill_gdn_inverse.py`); 4 warps, of half
                          a head 8
 The producer fills *inputs* (K, Q, record, gates), pairs publish *keys* (key vectors), *solved* (diagonal blocks) and *pairs*
-(these and P), data warps *queries* and *pairs* (K', the rest of T'); state waits for these and for V. Its slabs take turns
-at the products behind V' (`prefill_turns.py`). It stores a chunk's output over the chunk's V tile while the next chunk's first
-product runs. Rows of a short chunk beyond its end may hold a neighbour's tokens, even NaN: the pairs role zeroes q and k there
-before a product reads them, v is selected away.
+(these and P), data warps *queries* and *pairs* (the rest of T'); state waits for these and for V. Its slabs take turns at the
+products behind V' (`prefill_turns.py`). It stores a chunk's output over the chunk's V tile while the next chunk's first product
+runs; V' lies in shared memory for the last product, as W takes its registers. Rows of a short chunk beyond its end may hold a
+neighbour's tokens, even NaN: the pairs role zeroes q and k there before a product reads them, v is selected away.
 
 Long rows in parts (exact for every gate): a segment maps its start state to S A + N. The transition launch finds, for each
 segment but the last, N (the segment run from a zero state; the first from the true one) and A (run from the identity with
@@ -58,13 +58,15 @@ from ..device.gdn_chains import BY_SHAPES, takes_halves
 from ..device.prefill_gdn_rows import (
     DECAY,
     O_FACTOR,
+    REST,
     VECTOR_BYTES,
     X_FACTOR,
-    load_scalars,
+    load_bits,
     run_gates,
-    run_keys,
     run_merges,
     run_queries,
+    run_rows,
+    scalar_rows,
     write_gates,
 )
 from ..device.prefill_layout import (
@@ -79,7 +81,7 @@ from ..device.prefill_layout import (
     Field,
     Flag,
 )
-from ..device.prefill_loads import load_tile, prefetch_first
+from ..device.prefill_loads import load_tile, load_when_free, prefetch_first
 from ..device.prefill_pairs import run_pairs
 from ..device.prefill_schedule import count_long_rows, find_work, leave_idle, next_chunk, next_row
 from ..device.prefill_state import (
@@ -94,19 +96,22 @@ from ..device.prefill_state import (
     residual,
     scale_columns,
     scale_state,
+    scaled_left_operand,
     state_mma,
+    store_left_operand,
     store_output_tile,
     store_state,
     subtract_from_values,
 )
 from ..device.prefill_sync import Bundle, Ring, advance, read_record, write_record
 from ..device.prefill_turns import begin_turns, end_turns, pass_turn, take_turn
-from ..device.warp_ops import load_shared, store_shared
+from ..device.warp_ops import load_shared, store_shared, unpack_bf16
 
 THREADS = {2: 512, 1: 640}
 # Registers a thread of state, pairs and data: 512 in all for four warpgroups, 480 for the five of half a head.
-REGISTERS = {2: (176, 96, 64), 1: (176, 96, 56)}
+REGISTERS = {2: (176, 112, 48), 1: (176, 96, 56)}
 BLOCKS = {2: 132, 1: 66}  # heads at work at once: a block stays on its multiprocessor and takes item after item
+LEFT_WRITTEN = 9  # named barriers, one for each state warpgroup
 WORK_LIMIT = 1 << 30  # every slot of the workspace is a slot
 
 
@@ -152,7 +157,7 @@ class GdnPrefill:
         k_atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
         h_atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Float16)
         input_layout = cute.tile_to_shape(k_atom, (CHUNK, HEAD, INPUT_STAGES), order=(0, 1, 2))
-        update_layout = cute.tile_to_shape(h_atom, (CHUNK, HEAD, WORK_STAGES), order=(0, 1, 2))
+        left_layout = cute.tile_to_shape(h_atom, (CHUNK, CHUNK, 2), order=(0, 1, 2))
         pair_layout = cute.tile_to_shape(h_atom, (CHUNK, CHUNK, WORK_STAGES), order=(0, 1, 2))
         width = 64 * self.slabs
         value_layout = cute.tile_to_shape(k_atom, (CHUNK, width, INPUT_STAGES), order=(0, 1, 2))
@@ -166,9 +171,10 @@ class GdnPrefill:
         k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
         read_mma = state_mma(BFloat16, CHUNK, k_major, self.slabs)
         token_mma = state_mma(Float16, CHUNK, k_major, self.slabs)
-        update_mma = state_mma(Float16, HEAD, mn_major, self.slabs)
-        pair_mma = hopper_helpers.make_trivial_tiled_mma(
-            BFloat16, BFloat16, k_major, k_major, Float32, (1, 1, 1), (64, CHUNK)
+        update_mma = state_mma(BFloat16, HEAD, mn_major, self.slabs)
+        make = hopper_helpers.make_trivial_tiled_mma
+        pair_mma, left_mma = (
+            make(x, x, k_major, k_major, Float32, (1, 1, 1), (64, CHUNK)) for x in (BFloat16, Float16)
         )
 
         @cute.struct
@@ -180,7 +186,7 @@ class GdnPrefill:
             sK: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(input_layout)], 1024]
             sQ: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(input_layout)], 1024]
             sV: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(value_layout)], 1024]
-            sU: cute.struct.Align[cute.struct.MemRange[Float16, cute.cosize(update_layout)], 1024]
+            sX: cute.struct.Align[cute.struct.MemRange[Float16, cute.cosize(left_layout)], 1024]
             sT: cute.struct.Align[cute.struct.MemRange[Float16, cute.cosize(pair_layout)], 1024]
             sP: cute.struct.Align[cute.struct.MemRange[Float16, cute.cosize(pair_layout)], 1024]
 
@@ -192,7 +198,7 @@ class GdnPrefill:
             tma_q, gQ, tma_k, gK, tma_v, gV, tma_out, gOut, mA, mB, mALog, mDtBias, mPool, mReadIds, mWriteIds, mCuSeqlens,
             mKeptCu, mKeptEnds, mKeptSlots, mOut, mWork, hk, hv, num_slots, has_checkpoints, l2norm, min_tokens, long_rows,
             long_length, parts, lead, choose, scale,
-            read_mma, token_mma, update_mma, pair_mma, input_layout, value_layout, update_layout, pair_layout,
+            read_mma, token_mma, update_mma, pair_mma, left_mma, input_layout, value_layout, left_layout, pair_layout,
         ).launch(
             grid=[(3 - self.slabs) * cutlass.min(items, Int32(BLOCKS[self.slabs])), 1, 1],
             block=[THREADS[self.slabs], 1, 1],
@@ -242,9 +248,10 @@ class GdnPrefill:
         token_mma: cute.TiledMma,
         update_mma: cute.TiledMma,
         pair_mma: cute.TiledMma,
+        left_mma: cute.TiledMma,
         input_layout: cute.ComposedLayout,
         value_layout: cute.ComposedLayout,
-        update_layout: cute.ComposedLayout,
+        left_layout: cute.ComposedLayout,
         pair_layout: cute.ComposedLayout,
     ):
         tidx, _, _ = cute.arch.thread_idx()
@@ -262,7 +269,7 @@ class GdnPrefill:
         sK = storage.sK.get_tensor(input_layout.outer, swizzle=input_layout.inner)
         sQ = storage.sQ.get_tensor(input_layout.outer, swizzle=input_layout.inner)
         sV = storage.sV.get_tensor(value_layout.outer, swizzle=value_layout.inner)
-        sU = storage.sU.get_tensor(update_layout.outer, swizzle=update_layout.inner)
+        sX = storage.sX.get_tensor(left_layout.outer, swizzle=left_layout.inner)
         sT = storage.sT.get_tensor(pair_layout.outer, swizzle=pair_layout.inner)
         sP = storage.sP.get_tensor(pair_layout.outer, swizzle=pair_layout.inner)
         shared = self.bundle(storage, mKeptSlots)
@@ -290,8 +297,8 @@ class GdnPrefill:
         if group < self.slabs:
             cute.arch.setmaxregister_increase(state)
             self.run_state(
-                shared, tidx, warp % 4, lane, group, slab, mPool, mWork, num_slots, sK, sQ, sU, sT, sP, read_mma, token_mma,
-                update_mma,
+                shared, tidx, warp % 4, lane, group, slab, mPool, mWork, num_slots, sK, sQ, sX, sT, sP, read_mma, token_mma,
+                update_mma, left_mma,
             )  # fmt: skip
         elif group < 3:
             cute.arch.setmaxregister_decrease(pairs)
@@ -308,41 +315,26 @@ class GdnPrefill:
                 )  # fmt: skip
             else:
                 output = (slab, lane, tma_out, gOut, sV, mOut, l2norm, scale)
-                queried = not self.key.transition
                 if cutlass.const_expr(self.slabs == 2):
-                    if warp == 15:
-                        if cutlass.const_expr(queried):
-                            run_queries(shared, 0, True, *output)
-                        else:
-                            run_merges(shared, (0, 1), lane)
-                    else:
-                        part = warp - 13
-                        query = (32 + 16 * part, 16 if queried else 0)
-                        run_keys(shared, 32 * part, 32, *query, (1, 3), warp - 12, lane, l2norm, scale)
-                else:
-                    if warp == 13:
-                        run_gates(shared, mA, mB, mALog, mDtBias, lane)
-                    elif warp < 16:
-                        run_keys(shared, 32 * (warp - 14), 32, 0, 0, (0, 0), 0, lane, l2norm, scale)
-                    elif warp == 16:
-                        run_merges(shared, (1, 3), lane)
-                    elif warp == 17:
-                        run_merges(shared, (0, 1), lane)
-                    elif warp == 18:
-                        if cutlass.const_expr(queried):
-                            run_queries(shared, 32, False, *output)
-                    else:
-                        if cutlass.const_expr(queried):
-                            run_queries(shared, 0, True, *output)
+                    run_rows(shared, (warp - 12) % 3, *output, not self.key.transition)
+                elif warp == 13:
+                    run_gates(shared, mA, mB, mALog, mDtBias, lane)
+                elif warp < 17:
+                    run_merges(shared, warp - 14, lane)
+                elif cutlass.const_expr(not self.key.transition):
+                    if warp == 18:
+                        run_queries(shared, 32, False, *output)
+                    elif warp == 19:
+                        run_queries(shared, 0, True, *output)
 
     def bundle(self, storage, mLog):
         """Barriers and shared addresses of the block. Arrivals are one per warp, or one for a TMA load."""
         barriers = storage.barriers.data_ptr()
         log = mLog.iterator.toint()
         rings, used = [], 0
-        # Warps that read or write the ring's stages; of a whole head some data warps do two things.
-        state, queries, columns = (8, 3, 3) if self.slabs == 2 else (4, 2, 4)
-        data = 3 if self.slabs == 2 else (4 if self.key.transition else 6)
+        # Warps that read or write the ring's stages; of a whole head data warps do two things.
+        state, queries = (8, 3) if self.slabs == 2 else (4, 2)
+        data = 3 if self.slabs == 2 or self.key.transition else 5
         stores = not self.key.transition
         for stages, producers, consumers in (
             # K, Q, chunk record, gates: full by TMA and by the gates' warp
@@ -350,11 +342,11 @@ class GdnPrefill:
             (INPUT_STAGES, 1, 1 if stores else state),  # V: full by TMA, empty when its output has gone
             (INPUT_STAGES, 4, 1),  # key vectors, full only; empty with the inputs, as are the next
             (INPUT_STAGES, queries, 1),  # query vectors
-            (WORK_STAGES, 4 + columns, state),  # T', P and K'
+            (WORK_STAGES, 4 + 3, state),  # P, diagonal blocks of T' and its columns
             (INPUT_STAGES, state, 1),  # output, full only
             (INPUT_STAGES, 1, 1),  # chunk record for the gates' warp of half a head, full only
             # triangular work matrix: diagonal blocks inverted, T' finished
-            (3 - self.slabs, 4, 3 if self.slabs == 2 else 2),
+            (3 - self.slabs, 4, 3),
         ):
             probe = (self.key.debug, len(rings), log) if self.key.debug else None
             rings.append(Ring(barriers + used, stages, producers, consumers, probe))
@@ -370,7 +362,7 @@ class GdnPrefill:
             k_base=storage.sK.data_ptr().toint(),
             q_base=storage.sQ.data_ptr().toint(),
             v_base=storage.sV.data_ptr().toint(),
-            u_base=storage.sU.data_ptr().toint(),
+            x_base=storage.sX.data_ptr().toint(),
             t_base=storage.sT.data_ptr().toint(),
             p_base=storage.sP.data_ptr().toint(),
         )  # fmt: skip
@@ -413,12 +405,14 @@ class GdnPrefill:
                     entry = mKeptCu[sequence]
                     entry_end = mKeptCu[sequence + 1]
             end, kept, entry = next_chunk(position, stop, entry, entry_end, mKeptEnds, mKeptSlots, num_slots)
-            raw, logit, bias, rate = [Float32(0.0)] * 2, [Float32(0.0)] * 2, Float32(0.0), Float32(0.0)
+            raw, logit, bias, rate = [Uint32(0)] * 2, [Uint32(0)] * 2, Float32(0.0), Float32(0.0)
+            at_a, stride_a = scalar_rows(mA, start + lane, head)
+            at_b, stride_b = scalar_rows(mB, start + lane, head)
             if cutlass.const_expr(self.slabs == 2):
                 bias = mDtBias[head]
                 rate = -cute.math.exp(mALog[head], fastmath=True)
-                raw = load_scalars(mA, start + position, end - position, head, lane)
-                logit = load_scalars(mB, start + position, end - position, head, lane)
+                raw = load_bits(at_a, stride_a, position, end - position, lane)
+                logit = load_bits(at_b, stride_b, position, end - position, lane)
             while (flags & Flag.STOP) == 0:
                 token = start + position
                 count = end - position
@@ -436,21 +430,22 @@ class GdnPrefill:
                 load_tile(tma_k, gK, sK, token, k_column, stage, shared.inputs)
                 if cutlass.const_expr(not self.key.transition):
                     load_tile(tma_q, gQ, sQ, token, k_column, stage, shared.inputs)
-                # V waits for the output that lies over an older V: one chunk behind K and Q it does not hold them up.
-                if token_v >= 0:
-                    stage_v, parity_v = self.load_values(tma_v, gV, sV, token_v, column_v, stage_v, parity_v, shared.v)
-                token_v, column_v = token, head * HEAD + slab * 64
                 if cutlass.const_expr(self.slabs == 2):
-                    write_gates(raw, logit, bias, rate, count, shared.vector_base + stage * VECTOR_BYTES, lane)
+                    gates = ([unpack_bf16(word)[0] for word in words] for words in (raw, logit))
+                    write_gates(*gates, bias, rate, count, shared.vector_base + stage * VECTOR_BYTES, lane)
                     shared.inputs.publish(stage)
                     # The next chunk's are under way while its stage is waited for.
-                    raw = load_scalars(mA, start + end, next_end - end, head, lane)
-                    logit = load_scalars(mB, start + end, next_end - end, head, lane)
+                    raw = load_bits(at_a, stride_a, end, next_end - end, lane)
+                    logit = load_bits(at_b, stride_b, end, next_end - end, lane)
+                # V waits for the output that lies over an older V: one chunk behind K and Q it does not hold them up.
+                if token_v >= 0:
+                    stage_v, parity_v = load_when_free(tma_v, gV, sV, token_v, column_v, stage_v, parity_v, shared.v)
+                token_v, column_v = token, head * HEAD + slab * 64
                 stage, parity = advance(stage, parity, INPUT_STAGES)
                 position, end, kept = end, next_end, next_kept
                 flags = Int32(int(Flag.STOP)) if last else flags & Flag.IDENTITY
         if token_v >= 0:
-            self.load_values(tma_v, gV, sV, token_v, column_v, stage_v, parity_v, shared.v)
+            load_when_free(tma_v, gV, sV, token_v, column_v, stage_v, parity_v, shared.v)
         for _ in cutlass.range_constexpr(3 - self.slabs):  # every pairs warpgroup finds one
             shared.inputs.wait_empty(stage, parity)
             with cute.arch.elect_one():
@@ -461,24 +456,19 @@ class GdnPrefill:
             stage, parity = advance(stage, parity, INPUT_STAGES)
 
     @cute.jit
-    def load_values(self, tma_v, gV, sV, token, column, stage, parity, ring: cutlass.Constexpr):
-        """Load a V tile once its stage is free; the stage after it."""
-        ring.wait_empty(stage, parity)
-        ring.expect(stage, self.slabs * TILE_BYTES)
-        load_tile(tma_v, gV, sV, token, column, stage, ring, 64 * self.slabs)
-        return advance(stage, parity, INPUT_STAGES)
-
-    @cute.jit
     def run_state(
-        self, shared, tidx, warp, lane, group, slab, mPool, mWork, num_slots, sK, sQ, sU, sT, sP, read_mma, token_mma, update_mma
+        self, shared, tidx, warp, lane, group, slab, mPool, mWork, num_slots, sK, sQ, sX, sT, sP, read_mma, token_mma, update_mma,
+        left_mma,
     ):  # fmt: skip
         """The serial chain: one slab of S across all chunks of the block."""
         by_read, by_token, by_update = (mma.get_slice(tidx) for mma in (read_mma, token_mma, update_mma))
-        swapped = cute.make_tensor(sU.iterator, cute.select(sU.layout, [1, 0, 2]))
+        swapped = cute.make_tensor(sK.iterator, cute.select(sK.layout, [1, 0, 2]))
         right_k = read_mma.make_fragment_B(by_read.partition_B(sK))
         right_q = read_mma.make_fragment_B(by_read.partition_B(sQ))
+        by_tile = left_mma.get_slice(tidx % 128)
+        left_tiles = left_mma.make_fragment_A(by_tile.partition_A(sX))
         right_t = token_mma.make_fragment_B(by_token.partition_B(sT))
-        right_p = token_mma.make_fragment_B(by_token.partition_B(sP))
+        right_p = left_mma.make_fragment_B(by_tile.partition_B(sP))
         right_u = update_mma.make_fragment_B(by_update.partition_B(swapped))
         read_shape = by_read.partition_shape_A((self.slabs * 64, HEAD))
         token_shape = by_token.partition_shape_A((self.slabs * 64, CHUNK))
@@ -531,19 +521,26 @@ class GdnPrefill:
             warpgroup.commit_group()
             scale_state(S, decay)
             warpgroup.wait_group(0)
-            left_v = as_left_operand(Y, token_shape, Float16)
+            left_w = scaled_left_operand(Y, vector + REST, lane, token_shape)
             take_turn(group, self.slabs)
+            if cutlass.const_expr(not self.key.transition):
+                # Of half a head two chunks' in turn: no warp writes over what another one's product may still read.
+                own = group if cutlass.const_expr(self.slabs == 2) else work
+                left_v = as_left_operand(Y, token_shape, Float16)
+                store_left_operand(left_v, shared.x_base + own * TILE_BYTES, warp, lane)
             warpgroup.fence()
             if cutlass.const_expr(not self.key.transition):
                 contract(read_mma, O, left_s, right_q, stage, HEAD // 16, False)
                 warpgroup.commit_group()
-            contract(update_mma, S, left_v, right_u, work, CHUNK // 16, True)
+            contract(update_mma, S, left_w, right_u, stage, CHUNK // 16, True)
             warpgroup.commit_group()
             if cutlass.const_expr(not self.key.transition):
+                cute.arch.fence_view_async_shared()
+                cute.arch.barrier(barrier_id=LEFT_WRITTEN + group, number_of_threads=128)
                 warpgroup.wait_group(1)
                 scale_columns(O, vector + O_FACTOR, lane)
                 warpgroup.fence()
-                contract(token_mma, O, left_v, right_p, work, CHUNK // 16, True)
+                contract(left_mma, O, left_tiles[None, None, None, own], right_p, work, CHUNK // 16, True)
                 warpgroup.commit_group()
             pass_turn(group, self.slabs)
             warpgroup.wait_group(0)

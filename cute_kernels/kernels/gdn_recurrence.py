@@ -5,14 +5,14 @@ Mathematics, segments of long rows and bits are those of `kernels/gdn_prefill.py
 its multiprocessor and takes one chain (`device/gdn_chains.py`) of a value head, or half of one (`slabs` = 1), after another:
 
     state x slabs    64 V rows each (`device/prefill_state.py`): S K^T; half of S Q^T, behind which X is found; V'; the other
-                     half, behind which V' is rounded; half of the update, behind which O is scaled; V' P^T; the rest of the
+                     half, behind which W is rounded; half of the update, behind which O is scaled; V' P^T; the rest of the
                      update, behind which the output is stored over the chunk's V tile and the next chunk looked for
-    data: keys x 4   K' = r_j 2^(G_C - G_j) k_j; rows of a short chunk beyond its end are zeroed in K and V
+    data: ends       rows of a short chunk beyond its end are zeroed in K and V
     data: producer   items, chunk list, TMA of K, Q, V, bulk loads of records
     data: output     finished rows to global memory
 
-Rings: *inputs* (K, Q, vectors; T', P of half a head; three deep) are full by TMA and seen by the key warps alone; these publish
-*ready* (K', two deep, with T', P of a whole head), after which everything of the chunk but V is there for the state. Both are
+Rings: *inputs* (K, Q, vectors; T', P of half a head; three deep) are full by TMA and seen by the warp of ends alone; it publishes
+*ready* (two deep, with T', P of a whole head), after which everything of the chunk but V is there for the state. Both are
 tested, not waited for, while the update runs. The state releases both. V stages carry a record of their own for the output
 warp, which frees them.
 
@@ -50,8 +50,8 @@ from ..device.gdn_records import (
     record_address,
     slot_of_position,
 )
-from ..device.gdn_recurrence_rows import run_keys, run_output
-from ..device.prefill_gdn_rows import DECAY, O_FACTOR, VECTOR_BYTES, X_FACTOR
+from ..device.gdn_recurrence_rows import run_ends, run_output
+from ..device.prefill_gdn_rows import DECAY, O_FACTOR, REST, VECTOR_BYTES, X_FACTOR
 from ..device.prefill_layout import (
     CHUNK,
     HEAD,
@@ -72,11 +72,13 @@ from ..device.prefill_state import (
     find_values,
     halves_as_left_operand,
     identity_state,
+    load_factors,
     load_state,
     packed_halves,
     prefetch_state,
     scale_into_halves,
     scale_state,
+    scaled_halves_as_left_operand,
     state_mma,
     store_output_tile,
     store_state,
@@ -87,9 +89,8 @@ from ..device.record_flags import join, leave, published
 from ..device.warp_ops import load_shared, pack_bf16, pick, store_shared, unpack_bf16
 
 REGISTERS = {2: (216, 40), 1: (248, 104)}  # a thread of state and data
-KEY_WARPS = 4  # of eight data warps
 VALUE_STAGES = {2: 3, 1: 4}
-PAIR_STAGES = {2: WORK_STAGES, 1: INPUT_STAGES}  # T', P: with K' of a whole head, with K and Q of half a head
+PAIR_STAGES = {2: WORK_STAGES, 1: INPUT_STAGES}  # T', P: in *ready* of a whole head, with K and Q of half a head
 BLOCKS = {2: 132, 1: 66}  # heads at work at once
 CHOSEN = 2  # `inner` of a launch that halves and wholes are both made of: lengths say which one works
 WORK_LIMIT = 1 << 30  # every slot of the workspace is a slot
@@ -139,7 +140,6 @@ class GdnRecurrence:
         k_atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
         h_atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Float16)
         input_layout = cute.tile_to_shape(k_atom, (CHUNK, HEAD, INPUT_STAGES), order=(0, 1, 2))
-        update_layout = cute.tile_to_shape(h_atom, (CHUNK, HEAD, WORK_STAGES), order=(0, 1, 2))
         pair_layout = cute.tile_to_shape(h_atom, (CHUNK, CHUNK, PAIR_STAGES[slabs]), order=(0, 1, 2))
         width = 64 * slabs
         value_layout = cute.tile_to_shape(k_atom, (CHUNK, width, VALUE_STAGES[slabs]), order=(0, 1, 2))
@@ -153,7 +153,7 @@ class GdnRecurrence:
         k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
         read_mma = state_mma(BFloat16, CHUNK, k_major, slabs)
         token_mma = state_mma(Float16, CHUNK // 2, k_major, slabs)
-        update_mma = state_mma(Float16, HEAD // 2, mn_major, slabs)
+        update_mma = state_mma(BFloat16, HEAD // 2, mn_major, slabs)
 
         @cute.struct
         class Storage:
@@ -164,7 +164,6 @@ class GdnRecurrence:
             sK: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(input_layout)], 1024]
             sQ: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(input_layout)], 1024]
             sV: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(value_layout)], 1024]
-            sU: cute.struct.Align[cute.struct.MemRange[Float16, cute.cosize(update_layout)], 1024]
             sT: cute.struct.Align[cute.struct.MemRange[Float16, cute.cosize(pair_layout)], 1024]
             sP: cute.struct.Align[cute.struct.MemRange[Float16, cute.cosize(pair_layout)], 1024]
 
@@ -181,7 +180,7 @@ class GdnRecurrence:
         self.kernel(
             tma_q, gQ, tma_k, gK, tma_v, gV, tma_out, gOut, mPool, mReadIds, mWriteIds, mCuSeqlens, mKeptCu, mKeptEnds,
             mKeptSlots, mOut, mWork, mRecords, hk, hv, num_slots, has_checkpoints, min_tokens, long_rows, long_length, parts,
-            lead, inner, choose, read_mma, token_mma, update_mma, input_layout, value_layout, update_layout, pair_layout,
+            lead, inner, choose, read_mma, token_mma, update_mma, input_layout, value_layout, pair_layout,
         ).launch(
             grid=[(3 - slabs) * items, 1, 1],
             block=[self.threads, 1, 1],
@@ -228,7 +227,6 @@ class GdnRecurrence:
         update_mma: cute.TiledMma,
         input_layout: cute.ComposedLayout,
         value_layout: cute.ComposedLayout,
-        update_layout: cute.ComposedLayout,
         pair_layout: cute.ComposedLayout,
     ):
         slabs = self.slabs
@@ -254,7 +252,6 @@ class GdnRecurrence:
         sK = storage.sK.get_tensor(input_layout.outer, swizzle=input_layout.inner)
         sQ = storage.sQ.get_tensor(input_layout.outer, swizzle=input_layout.inner)
         sV = storage.sV.get_tensor(value_layout.outer, swizzle=value_layout.inner)
-        sU = storage.sU.get_tensor(update_layout.outer, swizzle=update_layout.inner)
         sT = storage.sT.get_tensor(pair_layout.outer, swizzle=pair_layout.inner)
         sP = storage.sP.get_tensor(pair_layout.outer, swizzle=pair_layout.inner)
         shared = self.bundle(storage)
@@ -278,21 +275,21 @@ class GdnRecurrence:
         if group < slabs:
             cute.arch.setmaxregister_increase(state)
             self.run_state(
-                shared, tidx, warp % 4, lane, group, slab, mPool, mWork, num_slots, sK, sQ, sU, sT, sP, read_mma, token_mma,
+                shared, tidx, warp % 4, lane, group, slab, mPool, mWork, num_slots, sK, sQ, sT, sP, read_mma, token_mma,
                 update_mma,
             )  # fmt: skip
         else:
             cute.arch.setmaxregister_decrease(data)
             place = warp - 4 * slabs
-            if place < KEY_WARPS:
-                run_keys(shared, CHUNK // KEY_WARPS * place, CHUNK // KEY_WARPS, lane)
-            elif place == KEY_WARPS:
+            if place == 0:
+                run_ends(shared, lane)
+            elif place == 1:
                 self.run_producer(
                     shared, item, blocks // (3 - slabs), slab, lane, tma_q, gQ, tma_k, gK, tma_v, gV, sQ, sK, sV, mPool,
                     mReadIds, mWriteIds, mCuSeqlens, mKeptCu, mKeptEnds, mKeptSlots, mRecords, hk, hv, num_slots,
                     has_checkpoints, min_tokens, long_rows, long_length, parts, lead, inner,
                 )  # fmt: skip
-            elif place == KEY_WARPS + 1:
+            elif place == 2:
                 if cutlass.const_expr(not self.key.transition):
                     run_output(shared, lane, tma_out, gOut, sV, mOut)
         leave()
@@ -304,7 +301,7 @@ class GdnRecurrence:
         state, value_stages = 4 * self.slabs, VALUE_STAGES[self.slabs]
         for stages, producers, consumers in (
             (INPUT_STAGES, 1, state),  # K, Q, vectors, chunk record; T', P of half a head
-            (WORK_STAGES, KEY_WARPS + self.slabs - 1, state),  # K'; T', P of a whole head
+            (WORK_STAGES, self.slabs, state),  # rows beyond the end zeroed; T', P of a whole head
             (value_stages, 1, state if self.key.transition else 1),  # V, empty when its output has gone
             (value_stages, state, 1),  # output, full only
         ):
@@ -319,7 +316,6 @@ class GdnRecurrence:
             vector_base=storage.vectors.data_ptr().toint(),
             k_base=storage.sK.data_ptr().toint(),
             v_base=storage.sV.data_ptr().toint(),
-            u_base=storage.sU.data_ptr().toint(),
             t_base=storage.sT.data_ptr().toint(),
             p_base=storage.sP.data_ptr().toint(),
         )  # fmt: skip
@@ -441,11 +437,11 @@ class GdnRecurrence:
 
     @cute.jit
     def run_state(
-        self, shared, tidx, warp, lane, group, slab, mPool, mWork, num_slots, sK, sQ, sU, sT, sP, read_mma, token_mma, update_mma
+        self, shared, tidx, warp, lane, group, slab, mPool, mWork, num_slots, sK, sQ, sT, sP, read_mma, token_mma, update_mma
     ):  # fmt: skip
         """The serial chain: one slab of S across all chunks of the block."""
         by_read, by_token, by_update = (mma.get_slice(tidx) for mma in (read_mma, token_mma, update_mma))
-        swapped = cute.make_tensor(sU.iterator, cute.select(sU.layout, [1, 0, 2]))
+        swapped = cute.make_tensor(sK.iterator, cute.select(sK.layout, [1, 0, 2]))
         right_k = read_mma.make_fragment_B(by_read.partition_B(sK))
         right_q = read_mma.make_fragment_B(by_read.partition_B(sQ))
         right_t = token_mma.make_fragment_B(by_token.partition_B(sT))
@@ -497,19 +493,21 @@ class GdnRecurrence:
                 contract(read_mma, O, left_s, right_q, stage, HEAD // 16, True, HEAD // 32)
                 warpgroup.commit_group()
             scale_state(S, load_shared(vector + DECAY, 1))
+            rest = load_factors(vector + REST, lane)
             warpgroup.wait_group(0 if self.key.transition else 1)
-            left_v = halves_as_left_operand(V, token_shape)
+            left_w = scaled_halves_as_left_operand(V, rest, token_shape)
             warpgroup.fence()
-            contract_half(update_mma, S, left_v, right_u, work, 0)
+            contract_half(update_mma, S, left_w, right_u, stage, 0)
             warpgroup.commit_group()
             if cutlass.const_expr(not self.key.transition):
+                left_v = halves_as_left_operand(V, token_shape)
                 warpgroup.wait_group(1)
                 halves = token_halves()
                 scale_into_halves(halves, O, vector + O_FACTOR, lane)
                 warpgroup.fence()
                 contract_triangle(token_mma, halves, left_v, right_p, pair, True)
                 warpgroup.commit_group()
-            contract_half(update_mma, S, left_v, right_u, work, 1)
+            contract_half(update_mma, S, left_w, right_u, stage, 1)
             warpgroup.commit_group()
             # The next chunk is looked for while the update runs, without a branch: where it is not there yet, this chunk's own
             # stages are read again.
