@@ -54,7 +54,7 @@ from cutlass.utils import hopper_helpers
 
 from ..compile.cache import cute_compile
 from ..compile.fake import fake_ids, fake_pool, fake_rows, fake_stream, fake_vector
-from ..device.gdn_chains import BY_SHAPES, takes_halves
+from ..device.gdn_chains import BY_SHAPES, OR_ONE_LAUNCH, takes_halves
 from ..device.prefill_gdn_rows import (
     DECAY,
     O_FACTOR,
@@ -205,7 +205,7 @@ class GdnPrefill:
             max_number_threads=[THREADS[self.slabs], 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
-            use_pdl=True,
+            use_pdl=choose // OR_ONE_LAUNCH,
         )  # fmt: skip
 
     @cute.kernel
@@ -259,7 +259,7 @@ class GdnPrefill:
         if choose != BY_SHAPES:
             halves, _ = takes_halves(mCuSeqlens, min_tokens, hv, tidx % 32)
             leave_idle(halves != 0, item)
-        cute.arch.griddepcontrol_wait()  # of a call that lengths choose a form for, idle blocks alone start early
+            cute.arch.griddepcontrol_wait()  # idle blocks alone start early
         if cutlass.const_expr(self.key.transition):
             found = count_long_rows(mCuSeqlens, cute.size(mReadIds), long_length, tidx % 32)
             leave_idle(item // (3 - self.slabs) >= found * (2 * parts - 3) * hv, item)
