@@ -140,11 +140,14 @@ class RecurrentPrefillKey:
 MULTIPROCESSORS = 132
 # Measured on H200 (docs/notes/verify.md), in (row, head) pairs. fp32: tiles of 32 rows, 2 a lane, as long as each has an SM.
 SMALL_BATCH_HEADS = MULTIPROCESSORS // 4
-# The tensor-core form with registers for two blocks an SM, and fewer blocks that load early: KDA's first, GDN's second advantage.
-KDA_LOW_OCCUPANCY = range(1, 65)
-GDN_LOW_OCCUPANCY = range(161, 449)
+# The tensor-core form with registers for two blocks an SM, a gain with bounded KDA, and with fewer early blocks, one with GDN.
+LOW_OCCUPANCY = {"gdn": range(161, 449), "kda_bounded": range(1, 65), "kda_softplus": range(0)}
 # One number of pairs of each range that a choice has.
-SIZES = (1, SMALL_BATCH_HEADS + 1, KDA_LOW_OCCUPANCY.stop, GDN_LOW_OCCUPANCY.start, GDN_LOW_OCCUPANCY.stop)
+SIZES = (
+    1,
+    SMALL_BATCH_HEADS + 1,
+    *(end for sizes in LOW_OCCUPANCY.values() if sizes for end in (sizes.start, sizes.stop)),
+)
 
 
 @tables.memoised
@@ -178,8 +181,7 @@ def heuristic(kind: Kind, state: StateDtype, heads: int, *, round_tokens: bool =
     was measured on H200 (docs/notes/verify.md).
     """
     if state == "bfloat16" and not round_tokens:
-        low_occupancy = heads in (GDN_LOW_OCCUPANCY if kind == "gdn" else KDA_LOW_OCCUPANCY)
-        return VerifyKey(kind, state, 4, 8, blocks=2 if low_occupancy else 4, wy=True, pdl=True)
+        return VerifyKey(kind, state, 4, 8, blocks=2 if heads in LOW_OCCUPANCY[kind] else 4, wy=True, pdl=True)
     small = heads <= SMALL_BATCH_HEADS and state == "float32"
     return VerifyKey(kind, state, 2 if small else 4, 4, pdl=True)
 

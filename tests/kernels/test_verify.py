@@ -103,7 +103,7 @@ def test_every_size_of_batch_gives_the_same_bits(kind, bound, dtype):
     filled.half.bitwise_xor_(1)
     results, state = [], str(dtype).removeprefix("torch.")
     keys = {choose_verify(name, state, heads) for heads in SIZES}
-    assert len(keys) > 1
+    assert (len(keys) > 1) != (name == "kda_softplus" and dtype == torch.bfloat16)
     for key in keys:
         log = DraftLog(filled.k.clone(), filled.u.clone(), filled.g.clone(), None, filled.half)
         pool, out = start.clone(), torch.empty(x.v.shape, dtype=x.v.dtype, device=DEVICE)
