@@ -1,7 +1,7 @@
 """The state role: one warpgroup owns 64 V rows (a slab) of one head's S^T [V, K] in fp32 accumulators, across chunks.
 
-One chunk, with K, Q raw bf16 operands (GDN) or decayed ones (KDA), T' and P from the pairs role; for the update V' and K' (KDA), or
-W, which has the decay, and K (GDN):
+One chunk, with K, Q raw bf16 operands (GDN) or decayed ones (KDA), T' and P from the pairs role; for the update V' and K' (KDA),
+or W, which has the decay, and K (GDN):
 
     X  = V^T - S^T K^T (x a factor per token)     fp16
     V' = X T'^T                                   fp16

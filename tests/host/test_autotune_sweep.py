@@ -245,8 +245,7 @@ def test_a_sweep_writes_a_table_that_the_operator_then_reads(tmp_path, monkeypat
     monkeypatch.setenv(tables.ENVIRONMENT, str(done.table.parent))
     tables.forget()
     assert recurrent.choose("gdn", "float32", 8) == recurrent.RecurrentDecodeKey("gdn", "float32", 1, 8, False)
-    for outside in (1, 9):
-        assert recurrent.choose("gdn", "float32", outside) == recurrent.heuristic("gdn", "float32", outside)
+    assert all(recurrent.choose("gdn", "float32", n) == recurrent.heuristic("gdn", "float32", n) for n in (1, 9))
 
 
 def test_a_table_holds_the_instructions_of_what_was_measured(tmp_path, monkeypatch) -> None:
