@@ -52,11 +52,12 @@ def fused_decode() -> bool:
 
 
 def short_steps() -> bool:
-    """Whether the host's work of a decode step is cut short (LMDEPLOY_COMPACT_SHORT_STEPS, default yes).
+    """Whether the host's work of a decode step is cut short (LMDEPLOY_COMPACT_SHORT_STEPS, default no).
 
-    0 leaves all of it to lmdeploy: for comparing the two. Raises ValueError for a word that is no boolean.
+    Off until its answers have been held to lmdeploy's own token by token on a GPU. Raises ValueError for a word that is no
+    boolean.
     """
-    return _boolean(SHORT_STEPS, True)
+    return _boolean(SHORT_STEPS, False)
 
 
 def prefill_save_alignment() -> int:
