@@ -35,10 +35,10 @@ class Results:
         self.copy: dict[int, float] = {}
         self.seconds: dict[str, float] = {}
         for result in results.values():
-            env = result["environment"]
-            host = env.get("host", {})
-            self.seconds[str(env.get("date"))] = env.get("seconds", 0.0)
-            self.seconds[f"host {host.get('date')}"] = host.get("seconds", 0.0)
+            for env in (result["environment"], *result["environment"].get("resumed", ())):
+                host = env.get("host", {})
+                self.seconds[str(env.get("date"))] = env.get("seconds", 0.0)
+                self.seconds[f"host {host.get('date')}"] = host.get("seconds", 0.0)
         seen: set[tuple[Any, ...]] = set()
         for result in results.values():
             for row in result["rows"]:

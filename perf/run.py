@@ -29,6 +29,7 @@ GARBAGE_BYTES = 40 * 2**30  # reserved before a case: above it memory is given b
 SAVE_EVERY_S = 3.0
 NOT_RUN = "not run: "  # begins what `failures` says of a case that was not reached
 DEVICE_LOST = "the device failed in a case before"
+NAMED_CASES = 20  # that a resumed run is recorded with by name; of more it is their number
 FIXED_COST_BYTES = 2**16  # below it a launch's fixed cost is all there is, and a floor of bytes says nothing
 
 BENCHES = {
@@ -166,7 +167,8 @@ def run(
 
     budget_s: after this many seconds the remaining cases are named as skipped. save: called with the result so far every
     SAVE_EVERY_S seconds, so that a run that is ended early leaves what it has. without: peers that a case has to do without,
-    and why. before: a result that this one goes on from: its rows and failures stay. begin: called before every case.
+    and why. before: a result that this one goes on from, of `unfinished`: its rows and failures stay, and `write` keeps the
+    environments of its files. begin: called before every case.
     """
     began, clock = time.monotonic(), Clock()
     with clock.phase("start"):
@@ -183,6 +185,7 @@ def run(
     timer: Timer = GraphTimer() if cuda else WallTimer()
     rows: list[dict[str, Any]] = list(before["rows"]) if before else []
     failures: dict[str, str] = dict(before["failures"]) if before else {}
+    files = {"files": before["files"]} if before else {}
     saved = time.monotonic()
     for number, case in enumerate(cases):
         if budget_s is not None and time.monotonic() - began > budget_s:
@@ -226,12 +229,12 @@ def run(
         if time.monotonic() - saved > SAVE_EVERY_S:
             left = {late.name: f"{NOT_RUN}the run was ended" for late in cases[number + 1 :]}
             env["seconds"] = round(time.monotonic() - began, 1)
-            save({"environment": env, "rows": rows, "failures": failures | left})
+            save({"environment": env, "rows": rows, "failures": failures | left, **files})
             saved = time.monotonic()
     env["clocks"] |= {"end": environment.clocks()} if cuda else {}
     env["seconds_by_phase"] = {name: round(seconds, 1) for name, seconds in clock.seconds.items()}
     env["seconds"] = round(time.monotonic() - began, 1)
-    return {"environment": env, "rows": rows, "failures": failures}
+    return {"environment": env, "rows": rows, "failures": failures, **files}
 
 
 def _collect(cuda: bool, least: int = GARBAGE_BYTES) -> None:
@@ -255,18 +258,46 @@ def _device_works() -> bool:
 
 
 def unfinished(out: Path, cases: Sequence[Case]) -> tuple[dict[str, Any], list[Case]]:
-    """What a folder already holds of these cases, as one result without an environment, and the cases that were not run."""
+    """What a folder already holds of these cases, and the cases that were not run.
+
+    The first is one result without an environment; its `files` are the files with rows of these cases, by stem, as they stand.
+    """
     names = {case.name for case in cases}
     rows: list[dict[str, Any]] = []
     failures: dict[str, str] = {}
+    files: dict[str, dict[str, Any]] = {}
     for stem in sorted({case.file for case in cases}):
         if (out / f"{stem}.json").is_file():
             found = schema.load(out / f"{stem}.json")
-            rows += [row for row in found["rows"] if row.get("case") in names]
+            kept = [row for row in found["rows"] if row.get("case") in names]
+            rows += kept
+            files |= {stem: found} if kept else {}
             failed = found.get("failures", {})
             failures |= {n: why for n, why in failed.items() if n in names and not why.startswith(NOT_RUN)}
     done = {row["case"] for row in rows} | failures.keys()
-    return {"rows": rows, "failures": failures}, [case for case in cases if case.name not in done]
+    return {"rows": rows, "failures": failures, "files": files}, [case for case in cases if case.name not in done]
+
+
+def _resumed(kept: dict[str, Any], env: dict[str, Any], cases: list[str]) -> dict[str, Any]:
+    """The environment of a file that a run went on from, with what that run adds: these cases, and where it differs."""
+    recorded = ("command", "date", "commit", "peers", "copy_tb_s", "matmul_tflop_s", "seconds")
+    entry = {name: env.get(name) for name in recorded}
+    facts = ("device", "driver", "python", "torch", "cuda", "triton", "cutlass_dsl", "tvm_ffi")
+    entry |= {name: env.get(name) for name in facts if env.get(name) != kept.get(name)}
+    entry |= {"host": env["host"]} if "host" in env else {}
+    entry["cases"] = cases if len(cases) <= NAMED_CASES else len(cases)
+    return kept | {"resumed": [*kept.get("resumed", ()), entry]}
+
+
+def _gone_on(found: dict[str, Any], result: dict[str, Any]) -> dict[str, Any] | None:
+    """A file that a run went on from, with what the run found out; None where that is nothing."""
+    known = {row.get("case") for row in found["rows"]}
+    anew = [row["case"] for row in result["rows"] if row["case"] not in known]
+    if anew:
+        return result | {"environment": _resumed(found["environment"], result["environment"], anew)}
+    before = found.get("failures", {})
+    told = {n: why for n, why in result["failures"].items() if not why.startswith(NOT_RUN) and before.get(n) != why}
+    return found | {"failures": before | told} if told else None
 
 
 def describe(row: dict[str, Any]) -> str:
@@ -281,7 +312,11 @@ def describe(row: dict[str, Any]) -> str:
 
 
 def write(result: dict[str, Any], out: Path, by_case: dict[str, Case]) -> list[Path]:
-    """Write the result: a `.json` path takes all rows, a folder one file a family. Nothing invalid is written."""
+    """Write the result: a `.json` path takes all rows, a folder one file a family. Nothing invalid is written.
+
+    A file that the result goes on from keeps its environment; it is left alone where no row was measured anew, unless a case
+    failed.
+    """
     ordered = sorted(result["rows"], key=lambda row: registry_order(by_case[row["case"]]))
     result = result | {"rows": ordered}
     if out.suffix == ".json":
@@ -291,7 +326,11 @@ def write(result: dict[str, Any], out: Path, by_case: dict[str, Case]) -> list[P
         for stem in sorted({by_case[row["case"]].file for row in result["rows"]}):
             rows = [row for row in result["rows"] if by_case[row["case"]].file == stem]
             failed = {name: why for name, why in result["failures"].items() if by_case[name].file == stem}
-            targets[out / f"{stem}.json"] = {"environment": result["environment"], "rows": rows, "failures": failed}
+            content = {"environment": result["environment"], "rows": rows, "failures": failed}
+            found = result.get("files", {}).get(stem)
+            changed = _gone_on(found, content) if found else content
+            if changed is not None:
+                targets[out / f"{stem}.json"] = changed
     for path, content in targets.items():
         replace(path, content)
     return list(targets)

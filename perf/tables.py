@@ -149,7 +149,30 @@ def environment_line(file: str, environment: dict[str, Any]) -> str:
         f"From `{file}`: {environment['device']}, driver {environment['driver']}, torch {environment['torch']}, "
         f"copy {number(copy)} TB/s, bf16 matrix product {number(rate, 0)} TFLOP/s, commit `{environment['commit']}`, "
         f"{environment['date']}. Peers: {peers or 'none'}. Command: `{environment['command']}`{took}.{alone}"
+        f"{_resumed(environment)}"
     )
+
+
+def _resumed(environment: dict[str, Any]) -> str:
+    """How many cells were measured by runs that went on from the first, and in what these differ from it."""
+    parts = []
+    for entry in environment.get("resumed", ()):
+        cases = entry["cases"]
+        count = cases if isinstance(cases, int) else len(cases)
+        text = f"{count} {'cell' if count == 1 else 'cells'} by a resumed run"
+        beside = _present(entry)
+        if beside != _present(environment):
+            text += f" beside {', '.join(beside)}" if beside else " without peers"
+        text += f" on {entry['device']}" if "device" in entry else ""
+        text += f" at `{entry['commit']}`" if entry["commit"] != environment["commit"] else ""
+        parts.append(text)
+    return f" {'; '.join(parts)}." if parts else ""
+
+
+def _present(environment: dict[str, Any]) -> list[str]:
+    """Peers that a run was beside."""
+    absent = ("missing", "not asked")
+    return [name for name, what in environment.get("peers", {}).items() if not str(what).startswith(absent)]
 
 
 def missing_peers(rows: Sequence[Row]) -> str:
