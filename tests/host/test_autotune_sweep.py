@@ -232,15 +232,13 @@ def test_a_sweep_writes_a_table_that_the_operator_then_reads(tmp_path, monkeypat
     done = sweep(tmp_path, fake_us("_r1w8", 0.10), commit="c0ffee")
     assert done.table == tmp_path / "cpu" / "recurrent_decode.json"
     table = tables.read(done.table, "recurrent_decode")
-    assert table["environment"]["commit"] == "c0ffee"
-    assert table["environment"]["source"] == tables.code_digest("recurrent_decode")
+    facts = table["environment"]
+    assert (facts["commit"], facts["source"]) == ("c0ffee", tables.code_digest("recurrent_decode"))
     assert "2: (1 8 False) 0.900; 4: (1 8 False) 0.900" in report.describe(done)
     (entry,) = table["entries"]
-    assert entry["set"] == {"rows": 1, "warps": 8, "pdl": False}
-    assert entry["range"] == {"heads": [2, 8]}
-    assert entry["gain"] == [0.1, 0.1]
-    per_case = len(SPACE.candidates(SPACE.shape(small_cases(1)[0])))
-    assert len(table["timings"]) == 3 * per_case
+    found = entry["set"], entry["range"], entry["gain"]
+    assert found == ({"rows": 1, "warps": 8, "pdl": False}, {"heads": [2, 8]}, [0.1, 0.1])
+    assert len(table["timings"]) == 3 * len(SPACE.candidates(SPACE.shape(small_cases(1)[0])))
     monkeypatch.setattr(tables, "device_name", lambda: "cpu")
     monkeypatch.setenv(tables.ENVIRONMENT, str(done.table.parent))
     tables.forget()
