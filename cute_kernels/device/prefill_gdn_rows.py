@@ -265,15 +265,7 @@ def run_queries(shared, query, stores: cutlass.Constexpr, slab, lane, tma_out, g
         if cutlass.const_expr(stores):
             if count[0] >= 0:
                 shared.output.wait_full(done, done_parity)
-                column = head[0] * HEAD + slab * 64
-                cute.arch.fence_view_async_shared()
-                if count[0] == CHUNK:
-                    start_output_rows(tma_out, gOut, sV, shared.slabs, token[0], column, done)
-                else:
-                    copy_output_rows(
-                        shared.v_base + done * shared.value_bytes, shared.slabs, mOut, token[0], count[0], column, lane
-                    )
-                    cute.arch.fence_view_async_shared()
+                start_finished(shared, tma_out, gOut, sV, mOut, token[0], count[0], head[0], slab, done, lane)
                 stored = done
                 done, done_parity = advance(done, done_parity, INPUT_STAGES)
             token, count, head = [token[1], following_token], [count[1], following], [head[1], following_head]
@@ -303,6 +295,18 @@ def start_output_rows(
     source, target = cpasync.tma_partition(tma_out, 0, one, cute.group_modes(sV, 0, 2), cute.group_modes(tile, 0, 2))
     cute.copy(tma_out, source[None, stage], target)
     cute.arch.cp_async_bulk_commit_group()
+
+
+@cute.jit
+def start_finished(shared, tma_out, gOut, sV, mOut, token, count, head, slab, stage: Int32, lane):
+    """Start the bulk store of a stage's finished rows; rows of a short chunk are stored by the lanes instead."""
+    column = head * HEAD + slab * 64
+    cute.arch.fence_view_async_shared()
+    if count == CHUNK:
+        start_output_rows(tma_out, gOut, sV, shared.slabs, token, column, stage)
+    else:
+        copy_output_rows(shared.v_base + stage * shared.value_bytes, shared.slabs, mOut, token, count, column, lane)
+        cute.arch.fence_view_async_shared()
 
 
 def store_output_rows(tma_out, gOut, sV, slabs, token, column, stage):
@@ -335,21 +339,7 @@ def run_rows(shared, place, slab, lane, tma_out, gOut, sV, mOut, l2norm, scale, 
             if cutlass.const_expr(queried):
                 if count[0] >= 0:
                     shared.output.wait_full(done, done_parity)
-                    column = head[0] * HEAD + slab * 64
-                    cute.arch.fence_view_async_shared()
-                    if count[0] == CHUNK:
-                        start_output_rows(tma_out, gOut, sV, shared.slabs, token[0], column, done)
-                    else:
-                        copy_output_rows(
-                            shared.v_base + done * shared.value_bytes,
-                            shared.slabs,
-                            mOut,
-                            token[0],
-                            count[0],
-                            column,
-                            lane,
-                        )
-                        cute.arch.fence_view_async_shared()
+                    start_finished(shared, tma_out, gOut, sV, mOut, token[0], count[0], head[0], slab, done, lane)
                     stored = done
                     done, done_parity = advance(done, done_parity, INPUT_STAGES)
                 token, count = [token[1], record[Field.TOKEN]], [count[1], following]
