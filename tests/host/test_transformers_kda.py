@@ -6,6 +6,7 @@ Random weights, fp32 on both sides, one sequence of several chunks.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from types import SimpleNamespace
 
 import pytest
@@ -23,10 +24,9 @@ HEADS, D, HIDDEN, WIDTH, EPS = 2, 128, 64, 4, 1e-5
 def layer_of(module: str, name: str, lower_bound: float | None) -> torch.nn.Module:
     """A layer with random weights, its gates in the range of trained ones."""
     models = pytest.importorskip("transformers.models")
-    try:
-        modeling = importlib.import_module(f"{models.__name__}.{module}.modeling_{module}")
-    except ImportError:
+    if importlib.util.find_spec(f"{models.__name__}.{module}") is None:
         pytest.skip(f"this version of transformers has no {module}")
+    modeling = importlib.import_module(f"{models.__name__}.{module}.modeling_{module}")
     config = SimpleNamespace(
         hidden_size=HIDDEN,
         linear_num_heads=HEADS,
