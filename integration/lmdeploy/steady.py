@@ -68,11 +68,11 @@ class KeptSampling(Sampling):  # type: ignore[misc]
 def serves_again(sampling: Any, seqs: Any) -> bool:
     """Whether sampling inputs made anew for the next step of the same sequences say the same.
 
-    What moves on by itself, offsets and the tokens left before an end is allowed, is kept on the device.
+    What moves on by itself, offsets and the tokens left before an end is allowed, is kept on the device. All ids are gathered for
+    logits processors, generated ones for penalties: what reads them asks anew.
     """
     return bool(
         sampling.max_top_k == 1
-        and not any(sampling.logits_processors)
         and not any(sampling.response_formats)
         and sampling.all_ids is None
         and sampling.generated_ids_cpu is None

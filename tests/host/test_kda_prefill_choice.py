@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from compact_state.cute_kernels.configs.kda_prefill import MULTIPROCESSORS, overlap, slabs_per_block
+from compact_state.cute_kernels.configs.kda_prefill import MULTIPROCESSORS, overlap, parts_of_long_rows, slabs_per_block
 
 HEADS = (1, 8, 12, 16, 32, 64)
 
@@ -51,6 +51,11 @@ def test_where_most_rows_are_short_one_long_chain_decides():
         assert slabs_per_block(62, heads, tokens=34) == 1
         assert slabs_per_block(62, heads, tokens=64) == 2
     assert slabs_per_block(62, 32, tokens=34) == 2
+
+
+def test_a_long_row_of_few_heads_has_as_many_parts_as_ended_soonest():
+    """Of 1 to 8 parts, 8,192 and 32,768 tokens: `perf/results/h200/development/kda_prefill.txt`."""
+    assert [parts_of_long_rows(heads) for heads in HEADS] == [5, 5, 4, 1, 1, 1]
 
 
 @pytest.mark.parametrize("slots", [129, 513])
