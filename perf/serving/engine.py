@@ -32,6 +32,12 @@ SETTINGS: dict[str, Any] = {
 }
 
 
+def compiled() -> int | None:
+    """How many kernels of ours this process has compiled, rather than loaded as they were built before; None without ours."""
+    cache = sys.modules.get("compact_state.cute_kernels.compile.cache")
+    return None if cache is None else int(cache.compile_count)
+
+
 class Engine:
     """A started pipeline and what can be asked of it."""
 
@@ -62,7 +68,7 @@ class Engine:
     def ready(self) -> dict[str, Any]:
         """What was built."""
         agent = getattr(self.engine.executor, "model_agent", None)
-        built: dict[str, Any] = {"start_s": self.start_s}
+        built: dict[str, Any] = {"start_s": self.start_s, "compiled": compiled()}
         if agent is not None:
             states = agent.state_cache_engine
             size = int(states.allocation.nbytes)
@@ -94,7 +100,7 @@ class Engine:
     def mixed(self, count: int, new: int, seed: int) -> dict[str, Any]:
         """A mixed load with cancels; afterwards nothing is held and the ledger is sound."""
         result: dict[str, Any] = self.run(traffic.mixed(self.engine, self.next_sessions(), count, new, seed))
-        return {**result, "ledger": self.ledger()}
+        return {**result, "ledger": self.ledger(), "compiled": compiled()}
 
     def ledger(self) -> dict[str, int] | None:
         """The ledger's counters after its invariants were checked; None for lmdeploy's own manager."""
