@@ -99,7 +99,7 @@ def slept(running: Running, first: list[dict[str, Any]], new: int) -> dict[str, 
 
 
 def specs(model: str, extra: dict[str, Any] | None = None) -> list[Spec]:
-    """Legacy and compact, with CUDA graphs and eager; compact whose decode steps are lmdeploy's own, with graphs."""
+    """Legacy and compact, with CUDA graphs and eager; compact with piecewise graphs, and with whole decode steps."""
     settings = {**SIZES, "enable_prefix_caching": True, **(extra or {})}
     engines = [
         Spec(variant, model, {**settings, "eager_mode": eager}, name=f"{variant}-{'eager' if eager else 'graph'}")
@@ -107,7 +107,12 @@ def specs(model: str, extra: dict[str, Any] | None = None) -> list[Spec]:
         for eager in (False, True)
     ]
     graphs = {**settings, "eager_mode": False}
-    return [*engines, Spec("compact", model, graphs, {envs.SHORT_STEPS: "0"}, name="compact-whole-steps")]
+    piecewise = {**graphs, "piecewise_cudagraph_max_tokens": SIZES["max_prefill_token_num"]}
+    return [
+        *engines,
+        Spec("compact", model, graphs, {envs.SHORT_STEPS: "0"}, name="compact-whole-steps"),
+        Spec("compact", model, piecewise, name="compact-piecewise"),
+    ]
 
 
 def run(

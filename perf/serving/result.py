@@ -97,17 +97,31 @@ def load_table(result: dict[str, Any]) -> str:
     return table([*header, "TTFT ms", "TPOT ms", "tokens hit", "trials", "commit"], lines)
 
 
+def _alike(pairs: dict[str, Any]) -> dict[str, str]:
+    """Engines whose answers and logits are bit by bit those of one named before, and the first of these."""
+    same = [
+        name.split(" / ")
+        for name, compared in pairs.items()
+        if compared["equal"] == compared["answers"] and compared["largest"] == 0
+    ]
+    seconds = {second for _, second in same}
+    return {second: first for first, second in same if first not in seconds}
+
+
 def equality_table(result: dict[str, Any]) -> str:
-    """Every comparison of answers, on one GPU and on two; says so when there is none."""
+    """Comparisons of answers, on one GPU and on two; says so when there is none. An engine that answers as another does is
+    compared with no third one."""
     found = result.get("equality")
     if found is None:
         return "Answers have not been compared with logits on a GPU yet."
-    some = [
-        (kind, name, compared)
-        for part in (found, result.get("ray", {}))
-        for kind in KINDS
-        for name, compared in part.get(kind, {}).items()
-    ]
+    some = []
+    for part in (found, result.get("ray", {})):
+        alike = _alike(part.get("pairs", {}))
+        for kind in KINDS:
+            for name, compared in part.get(kind, {}).items():
+                first, _, second = name.partition(" / ")
+                if not second or (first not in alike and alike.get(second, first) == first):
+                    some.append((kind, name, compared))
     lines = []
     for kind, name, compared in some:
         figures = [f"{compared[key]:.3f}" if key in compared else "-" for key in ("rms", "largest", "widest_margin")]
