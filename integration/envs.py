@@ -52,12 +52,11 @@ def fused_decode() -> bool:
 
 
 def short_steps() -> bool:
-    """Whether the host's work of a decode step is cut short (LMDEPLOY_COMPACT_SHORT_STEPS, default no).
+    """Whether the host's work of a decode step is cut short (LMDEPLOY_COMPACT_SHORT_STEPS, default yes).
 
-    Off until its answers have been held to lmdeploy's own token by token on a GPU. Raises ValueError for a word that is no
-    boolean.
+    0 leaves every step as lmdeploy makes it: for comparing the two. Raises ValueError for a word that is no boolean.
     """
-    return _boolean(SHORT_STEPS, False)
+    return _boolean(SHORT_STEPS, True)
 
 
 def prefill_save_alignment() -> int:

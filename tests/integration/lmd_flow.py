@@ -19,7 +19,6 @@ import torch
 
 from compact_state.integration import envs, install
 
-os.environ.setdefault(envs.SHORT_STEPS, "1")  # with every patch that there is; test_lmd_default.py: as shipped
 _enabled_before = os.environ.get(envs.ENABLE)
 install()
 if _enabled_before is None:

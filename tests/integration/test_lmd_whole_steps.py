@@ -1,4 +1,4 @@
-"""What the flow's tests hold with short steps, which their process turns on, holds as shipped, without."""
+"""What the flow's tests hold with short steps, as shipped, holds with lmdeploy's own steps too."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 FILES = ("test_lmd_flow.py", "test_lmd_turns.py", "test_lmd_lifecycle.py", "test_lmd_drafts.py")
 
 
-def test_the_flow_holds_with_the_settings_that_ship() -> None:
+def test_the_flow_holds_without_short_steps() -> None:
     command = [
         sys.executable,
         "-m",
