@@ -86,6 +86,31 @@ class PartialRotary:
         return query, key
 
 
+class Experts:
+    """Every expert over the tokens that chose it; lmdeploy's default backend has none."""
+
+    def update_weights(self, gate_up: torch.Tensor, down: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return gate_up, down
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        weights: torch.Tensor,
+        chosen: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        *rest: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        output = torch.zeros_like(hidden)
+        for expert, (first, second) in enumerate(zip(gate_up, down)):
+            rows, column = (chosen == expert).nonzero(as_tuple=True)
+            gate, up = torch.nn.functional.linear(hidden[rows], first).chunk(2, -1)
+            part = torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, second)
+            output.index_add_(0, rows, (part * weights[rows, column, None]).to(output.dtype))
+        return output
+
+
 @contextlib.contextmanager
 def cpu_engine() -> Iterator[None]:
     """lmdeploy believes that a CPU is its device."""
@@ -93,6 +118,7 @@ def cpu_engine() -> Iterator[None]:
     from lmdeploy.pytorch.backends.attention import PagedAttentionBuildSpec
     from lmdeploy.pytorch.backends.cuda.op_backend import CudaOpsBackend
     from lmdeploy.pytorch.backends.default import DefaultOpsBackend
+    from lmdeploy.pytorch.backends.moe import FusedMoEBuildSpec
 
     patched = CudaOpsBackend.build_op.__func__
 
@@ -101,6 +127,8 @@ def cpu_engine() -> Iterator[None]:
             return PagedAttention(spec)
         if isinstance(spec, ApplyRotaryEmbBuildSpec):
             return PartialRotary()
+        if isinstance(spec, FusedMoEBuildSpec):
+            return Experts()
         if "conv1d" in type(spec).__module__ or "gated_delta" in type(spec).__module__:
             return patched(cls, spec, enable_deterministic=enable_deterministic)
         return DefaultOpsBackend.build_op(spec, enable_deterministic=enable_deterministic)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Write a small random Qwen3.5 checkpoint, with tokenizer, whose answers depend on the whole prompt.
 
-    python lmd_tiny.py OUT_DIR [--shape tiny|small|0.8b|35b] [--seed N] [--device cuda]
+    python lmd_tiny.py OUT_DIR [--shape tiny|small|moe|0.8b|35b] [--seed N] [--device cuda]
 
 Drawn as transformers draws it, such a model answers one token for ever: the residual stream carries the embedding of the
 last token to a head that is that same embedding. Here the head is a matrix of its own, every projection keeps the scale
@@ -40,10 +40,14 @@ _TINY: dict[str, Any] = {
     "linear_num_value_heads": 4,
     "max_position_embeddings": 8192,
 }
+# As small, with the linear layers of the 0.8B model: kernels that are built for head counts are the same.
+_SMALL: dict[str, Any] = {**_TINY, "linear_num_key_heads": 16, "linear_num_value_heads": 16}
+_EXPERTS = {"num_experts": 4, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": _TINY,
-    # As small, with the linear layers of the 0.8B model: kernels that are built for head counts are the same.
-    "small": {**_TINY, "linear_num_key_heads": 16, "linear_num_value_heads": 16},
+    "small": _SMALL,
+    # Every token uses every expert: where a router chooses, an error of rounding may become another choice.
+    "moe": {**{k: v for k, v in _SMALL.items() if k != "intermediate_size"}, **_EXPERTS, "num_experts_per_tok": 4},
     # The layer widths of Qwen3.5-0.8B with a small vocabulary: random weights have no use for a large one.
     "0.8b": {
         "vocab_size": 8192,
@@ -74,8 +78,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def make_config(shape: str = "tiny") -> Any:
-    """The Qwen3_5Config: three linear-attention layers, then one of full attention, repeated."""
-    from transformers import Qwen3_5Config
+    """The Qwen3_5Config, or Qwen3_5MoeConfig: three linear-attention layers, then one of full attention, repeated."""
+    from transformers import Qwen3_5Config, Qwen3_5MoeConfig
 
     sizes = SHAPES[shape]
     pairs = int(sizes["head_dim"] * 0.25) // 2
@@ -112,7 +116,7 @@ def make_config(shape: str = "tiny") -> Any:
         "temporal_patch_size": 2,
         "num_position_embeddings": 16,
     }
-    return Qwen3_5Config(
+    return (Qwen3_5MoeConfig if "num_experts" in sizes else Qwen3_5Config)(
         text_config=text,
         vision_config=vision,
         tie_word_embeddings=False,
@@ -136,8 +140,8 @@ def _rule(name: str, shape: tuple[int, ...]) -> tuple[float, float] | float:
         return 1.0
     if name.endswith("lm_head.weight"):
         # Wide logits: a bf16 rounding elsewhere seldom changes the largest one.
-        return 4.0 * float(shape[1] ** -0.5)
-    return 0.02 if "visual" in name else float(shape[1] ** -0.5)
+        return 4.0 * float(shape[-1] ** -0.5)
+    return 0.02 if "visual" in name else float(shape[-1] ** -0.5)
 
 
 def _drawn(parameter: torch.Tensor, name: str, seed: int) -> torch.Tensor:
@@ -150,12 +154,17 @@ def _drawn(parameter: torch.Tensor, name: str, seed: int) -> torch.Tensor:
     return torch.from_numpy(np.asarray(values, np.float32)).to(parameter.dtype)
 
 
+def model_class(shape: str) -> Any:
+    """transformers' class of the whole model."""
+    from transformers import Qwen3_5ForConditionalGeneration, Qwen3_5MoeForConditionalGeneration
+
+    return Qwen3_5MoeForConditionalGeneration if "num_experts" in SHAPES[shape] else Qwen3_5ForConditionalGeneration
+
+
 @torch.no_grad()
 def make_model(shape: str = "tiny", seed: int = 0) -> Any:
     """The random model in bfloat16."""
-    from transformers import Qwen3_5ForConditionalGeneration
-
-    model = Qwen3_5ForConditionalGeneration(make_config(shape)).to(torch.bfloat16)
+    model = model_class(shape)(make_config(shape)).to(torch.bfloat16)
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1 or name.endswith(("A_log", "dt_bias")):
             parameter.copy_(_drawn(parameter, name, seed))
@@ -165,10 +174,8 @@ def make_model(shape: str = "tiny", seed: int = 0) -> Any:
 @torch.no_grad()
 def make_weights(shape: str, seed: int, device: str) -> dict[str, torch.Tensor]:
     """The same model's parameters by name, drawn on `device` without building it; other values than make_model's."""
-    from transformers import Qwen3_5ForConditionalGeneration
-
     with torch.device("meta"):
-        model = Qwen3_5ForConditionalGeneration(make_config(shape)).to(torch.bfloat16)
+        model = model_class(shape)(make_config(shape)).to(torch.bfloat16)
     weights = {}
     for name, parameter in model.named_parameters():
         draw = torch.Generator(device).manual_seed(seed * 2**32 + zlib.crc32(name.encode()))
@@ -215,7 +222,7 @@ def write_checkpoint(out_dir: Path, shape: str = "tiny", seed: int = 0, device: 
         from safetensors.torch import save_file
 
         config = make_config(shape)
-        config.architectures = ["Qwen3_5ForConditionalGeneration"]
+        config.architectures = [model_class(shape).__name__]
         config.save_pretrained(out_dir)
         weights = {name: tensor.cpu() for name, tensor in make_weights(shape, seed, device).items()}
         save_file(weights, out_dir / "model.safetensors", metadata={"format": "pt"})

@@ -57,14 +57,15 @@ def test_answers_vary_with_the_prompt_and_within_themselves(flow: Flow) -> None:
     assert ask(flow, changed)[0] != answers[0]
 
 
-def test_ids_and_logits_equal_transformers(flow: Flow, checkpoint: Path) -> None:
+@pytest.mark.parametrize("shape", ["tiny", "moe"])
+def test_ids_and_logits_equal_transformers(shape: str, engine: None, tmp_path: Path) -> None:
     """An independent implementation of the whole model: close logits, and the same ids where no two are near-tied.
 
     Two bf16 evaluations of this model differ by up to 0.2 in a logit (standard deviation 4): that is a near-tie here.
     """
-    from transformers import Qwen3_5ForConditionalGeneration
-
-    model = Qwen3_5ForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.bfloat16)
+    checkpoint = lmd_tiny.write_checkpoint(tmp_path, shape)
+    flow = lmd_model.model_flow(checkpoint, blocks=64, prefill_tokens=1024)
+    model = lmd_tiny.model_class(shape).from_pretrained(checkpoint, dtype=torch.bfloat16)
     rows: list[torch.Tensor] = []
     forward = flow.device._forward
 
