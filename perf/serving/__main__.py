@@ -43,6 +43,9 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--new", type=int, default=24, help="tokens of each answer")
             command.add_argument("--mixed", type=int, default=256, help="requests of the mixed load; 0 for none")
             command.add_argument("--only", default="", help="names of engines, comma-separated; all by default")
+            command.add_argument(
+                "--name", default=name, help="what the result is called, such as moe; the command's name"
+            )
         if name == "load":
             command.add_argument("--case", type=load.Case.parse, action="append", help="such as 64x2048+256:5@on")
             command.add_argument("--variants", default="legacy,compact")
@@ -154,7 +157,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.cuda.empty_cache()
 
     def save(found: dict[str, Any]) -> None:
-        options.out.write_text(json.dumps({"environment": environment, options.command: found}, indent=1) + "\n")
+        name = getattr(options, "name", options.command)
+        options.out.write_text(json.dumps({"environment": environment, name: found}, indent=1) + "\n")
 
     save(_run(options, save))
     return 0

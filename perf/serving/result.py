@@ -109,19 +109,19 @@ def _alike(pairs: dict[str, Any]) -> dict[str, str]:
 
 
 def equality_table(result: dict[str, Any]) -> str:
-    """Comparisons of answers, on one GPU and on two; says so when there is none. An engine that answers as another does is
-    compared with no third one."""
+    """Comparisons of answers, on one GPU, on two, and of a mixture of experts; says so when there is none. An engine that
+    answers as another does is compared with no third one."""
     found = result.get("equality")
     if found is None:
         return "Answers have not been compared with logits on a GPU yet."
     some = []
-    for part in (found, result.get("ray", {})):
+    for part, model in ((found, ""), (result.get("ray", {}), ""), (result.get("moe", {}), "MoE: ")):
         alike = _alike(part.get("pairs", {}))
         for kind in KINDS:
             for name, compared in part.get(kind, {}).items():
                 first, _, second = name.partition(" / ")
                 if not second or (first not in alike and alike.get(second, first) == first):
-                    some.append((kind, name, compared))
+                    some.append((kind, model + name, compared))
     lines = []
     for kind, name, compared in some:
         figures = [f"{compared[key]:.3f}" if key in compared else "-" for key in ("rms", "largest", "widest_margin")]

@@ -257,9 +257,22 @@ def test_two_gpus_pass_when_their_workers_are_patched_and_their_answers_agree(
     program.write_text(ANSWERING)
     monkeypatch.setattr(serving.signal, "signal", lambda *_: None)
     saved = tmp_path / "ray.json"
-    command = ["ray", model, "--out", str(saved), "--logs", str(tmp_path), "--new", "1", "--mixed", "4"]
+    command = [
+        "ray",
+        model,
+        "--out",
+        str(saved),
+        "--logs",
+        str(tmp_path),
+        "--new",
+        "1",
+        "--mixed",
+        "4",
+        "--name",
+        "two",
+    ]
     assert serving.main([*command, "--budget", "20", "--engine", str(program)]) == 0
-    found = json.loads(saved.read_text())["ray"]
+    found = json.loads(saved.read_text())["two"]
     assert found["passed"] is passed
     assert set(found["workers"]) == {"compact-tp2", "legacy-tp2"}
     assert len(found["pairs"]) == 3
@@ -307,8 +320,9 @@ def test_the_table_of_answers_says_what_was_compared_and_what_failed() -> None:
     assert "| two | 80 of 80 | - | - | 0.000 | yes |" in table
     same = {**pair, "equal": 32, "largest": 0.0, "passed": True}
     pairs = {"b / c": same, "a / b": same, "a / old": pair, "b / old": pair, "a / c": same, "c / old": pair}
-    shown = result.equality_table({"equality": {"pairs": pairs, "mixed": {"a": mixed, "b": mixed}}}).splitlines()
-    assert [line.split(" | ")[1] for line in shown[2:]] == ["a / b", "a / old", "a / c", "a", "b"]
+    found = {"equality": {"pairs": pairs, "mixed": {"a": mixed, "b": mixed}}, "moe": {"pairs": {"a / old": pair}}}
+    shown = result.equality_table(found).splitlines()
+    assert [line.split(" | ")[1] for line in shown[2:]] == ["a / b", "a / old", "a / c", "a", "b", "MoE: a / old"]
     some = {"answers": 87, "tokens": 99, "others": 4, "behind": 0.1}
     groups = {"longer": {**some, "rms": 0.04, "largest": 0.2}, "mixed load, longer": {**some, "parted": 3, "gap": 0.05}}
     judged = result.judge_table({"judge": {"a": groups}})
