@@ -109,8 +109,10 @@ def _alike(pairs: dict[str, Any]) -> dict[str, str]:
 
 
 def equality_table(result: dict[str, Any]) -> str:
-    """Comparisons of answers, on one GPU, on two, and of a mixture of experts; says so when there is none. An engine that
-    answers as another does is compared with no third one."""
+    """Comparisons of answers, on one GPU, on two, and of a mixture of experts; says so when there is none.
+
+    An engine that answers as another does is compared with no third one, and what has the same figures is one line.
+    """
     found = result.get("equality")
     if found is None:
         return "Answers have not been compared with logits on a GPU yet."
@@ -122,11 +124,13 @@ def equality_table(result: dict[str, Any]) -> str:
                 first, _, second = name.partition(" / ")
                 if not second or (first not in alike and alike.get(second, first) == first):
                     some.append((kind, model + name, compared))
-    lines = []
+    engines: dict[tuple[str, ...], list[str]] = {}
     for kind, name, compared in some:
         figures = [f"{compared[key]:.3f}" if key in compared else "-" for key in ("rms", "largest", "widest_margin")]
         same = f"{compared['equal']} of {compared['answers']}"
-        lines.append([KINDS[kind], name, same, *figures, "yes" if compared["passed"] else "no"])
+        line = (KINDS[kind], same, *figures, "yes" if compared["passed"] else "no")
+        engines.setdefault(line, []).append(name)
+    lines = [[kind, ", ".join(names), *line] for (kind, *line), names in engines.items()]
     header = [
         "compared",
         "engines",
@@ -140,17 +144,19 @@ def equality_table(result: dict[str, Any]) -> str:
 
 
 def judge_table(result: dict[str, Any]) -> str:
-    """Every engine's answers beside fp32; says so when there are none."""
+    """Every engine's answers beside fp32, those of the same figures in one line; says so when there are none."""
     found = result.get("judge")
     if found is None:
         return "Answers have not been judged yet."
-    lines = []
+    engines: dict[tuple[str, ...], list[str]] = {}
     for engine, groups in found.items():
         for group, some in groups.items():
             figures = [f"{some[name]:.3f}" if name in some else "-" for name in ("rms", "largest", "behind", "gap")]
             tokens = [f"{some['others']} of {some['tokens']}" if "tokens" in some else "-"]
-            lines.append([engine, group, str(some["answers"]), *figures[:2], *tokens, *figures[2:]])
-    header = ["engine", "prompts", "answers", "logits rms", "largest", "other tokens", "behind by", "gap where parted"]
+            line = (group, str(some["answers"]), *figures[:2], *tokens, *figures[2:])
+            engines.setdefault(line, []).append(engine)
+    lines = [[", ".join(names), *line] for line, names in engines.items()]
+    header = ["engines", "prompts", "answers", "logits rms", "largest", "other tokens", "behind by", "gap where parted"]
     return table(header, lines)
 
 
