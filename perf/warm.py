@@ -98,18 +98,19 @@ def distinct(cases: Iterable[Case]) -> list[Case]:
 def units(cases: Sequence[Case], peer_names: Sequence[str]) -> dict[Unit, list[Case]]:
     """What is to be warmed, the most urgent first: cases by peer that keeps kernels on disk."""
     found: dict[Unit, list[Case]] = {}
-    for case in distinct(sorted(cases, key=_urgency)):
+    for case in distinct(cases):
         for name in ON_DISK.get(case.op, ()):
             if name in peer_names:
                 found.setdefault((*group_of(case), name), []).append(case)
-    return found
+    return dict(sorted(found.items(), key=_urgency))
 
 
-def _urgency(case: Case) -> int:
-    """Order in which cases are warmed: first geometries, for which others wait, those others, then what compiles longest."""
-    if case.file.endswith("_prefill"):
-        return 0 if case.geometry.id in FIRST else 1
-    return 2 if case.op.endswith("_verify") else 3
+def _urgency(item: tuple[Unit, list[Case]]) -> tuple[int, int]:
+    """Order in which units are warmed: first geometries, for which others wait, those others, then what has most cases."""
+    (family, geometry, _), cases = item
+    if family.endswith("_prefill"):
+        return (0 if geometry in FIRST else 1), 0
+    return 2, -len(cases)
 
 
 def _waits_for(unit: Unit, of: Sequence[Unit]) -> Unit | None:
@@ -155,6 +156,8 @@ def warm_group(cases: Sequence[Case], peer_names: str, after: Path | None = None
 
     if not TUNING.isdisjoint(peer_names.split(",")):
         _compile_configs_together()
+    if "flashinfer" in peer_names.split(","):
+        _compile_side_by_side()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ws = Workspace(device, POOL_BYTES, SHARED_ROWS if device.type == "cuda" else 0)
     failures: list[str] = []
@@ -243,6 +246,23 @@ def _compile_configs_together() -> None:
         return configs
 
     Autotuner.prune_configs = prune_and_compile
+
+
+def _compile_side_by_side() -> None:
+    """Have FlashInfer hold its lock of a family of kernels while it writes alone: processes compile at the same time."""
+    try:
+        from flashinfer.jit.cute_dsl_core import JitSpecCuteDsl
+    except ImportError:
+        return
+
+    def build_and_load(self: Any) -> Any:
+        kernel = self.try_load()
+        if kernel is None:
+            self.compile_and_persist()
+            kernel = self.load()
+        return kernel
+
+    JitSpecCuteDsl.build_and_load = build_and_load
 
 
 def warm(
