@@ -42,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     host = commands.add_parser("host", help="host time of a public call into result files; nothing else should run")
     host.add_argument("--out", type=Path, required=True, help="the folder of result files")
     host.add_argument("--device", default="cuda", help="cuda, or cpu to exercise the harness only")
+    host.add_argument("--limit", type=float, default=math.inf, help="seconds; what is not taken by then has no figure")
     warm = commands.add_parser("warm", help="compile and tune the peers ahead of a run, in parallel processes")
     warm.add_argument("--jobs", type=int, help="processes; one a core by default")
     warm.add_argument("--here", action="store_true", help="in this process")
@@ -132,7 +133,7 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         begin=lambda case: turn.case.write_text(case.name) if turn else None,
     )
     if not turn:  # the one who gives turns takes host times when all of them are over
-        host.add(result, cases, runner.workspace(torch.device(options.device)), lambda text: print(text, flush=True))
+        host.add([result], cases, runner.workspace(torch.device(options.device)), lambda text: print(text, flush=True))
     for path in save(result):
         print(f"wrote {path}")
     if options.base:
@@ -174,7 +175,8 @@ def _host(options: argparse.Namespace) -> int:
     from .cases import select
 
     cases = select(options.op, options.case, options.quick)
-    count = host.update(options.out, cases, torch.device(options.device), lambda text: print(text, flush=True))
+    device = torch.device(options.device)
+    count = host.update(options.out, cases, device, lambda text: print(text, flush=True), options.limit)
     return 0 if count else 1
 
 

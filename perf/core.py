@@ -14,6 +14,7 @@ from collections.abc import Callable
 QUIET = 1.1  # how much longer than its fastest the loop may take
 LOOPS = 5  # of which the median counts
 TRIED = 6  # cores in a row before a pause
+MOST_TRIED = 2 * TRIED  # at a time: something else may be done meanwhile
 PAUSE_S = 0.1
 PATIENCE_S = 12.0  # of all waiting and of all that is taken again, together
 
@@ -45,9 +46,9 @@ class Core:
         return times[LOOPS // 2] / self._fastest
 
     def settle(self) -> float:
-        """Stay, or go to a core where the loop is quick; gives its slowdown there, above `QUIET` where patience has ended."""
+        """Stay, or go to a core where the loop is quick; gives its slowdown there, above `QUIET` where none was found."""
         found, tried = self.slowdown(), 0
-        while found > QUIET and self.patience_s > 0 and self._order:
+        while found > QUIET and self.patience_s > 0 and tried < MOST_TRIED and self._order:
             began = time.monotonic()
             self._order.append(self._order.pop(0))
             os.sched_setaffinity(0, {self._order[0]})

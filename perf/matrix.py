@@ -191,10 +191,10 @@ def measure(
 def _host_times(cases: Sequence[Case], out: Path, device: str, limit_s: float) -> int:
     """Host times of all rows in a process of its own; its status, -1 where it had to be ended."""
     command = [sys.executable, "-m", "compact_state.perf", "host", "--device", device, "--out", str(out)]
-    command += ["--case", pattern(cases)]
+    command += ["--case", pattern(cases), "--limit", f"{limit_s:.0f}"]
     try:
         return subprocess.run(
-            command, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=limit_s, check=False
+            command, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=limit_s + START_S, check=False
         ).returncode
     except subprocess.TimeoutExpired:
         return -1

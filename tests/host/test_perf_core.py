@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
+import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -48,7 +51,7 @@ def test_a_slowed_thread_goes_to_another_core_and_may_use_all_again(moves) -> No
 
 
 def test_patience_ends_and_the_slowdown_is_told(moves) -> None:
-    core = scripted([1.5], patience_s=0.01)
+    core = scripted([1.5], patience_s=1e-9)
     assert core.settle() == 1.5
     tried = len(moves)
     assert core.settle() == 1.5
@@ -61,6 +64,52 @@ def test_the_take_that_counts_is_the_least_disturbed_not_the_shortest(moves) -> 
     core = scripted(quiet + slow + quiet + quiet)  # before and after: disturbed after the first take only
     assert host.take(lambda: next(figures), core) == (1.0, 8.0)
     assert next(figures) == 1.0, "an undisturbed take ends it"
+
+
+def test_a_search_for_a_quiet_core_ends_before_patience_does(moves) -> None:
+    core = scripted([1.5], patience_s=60.0)
+    assert core.settle() == 1.5
+    assert len(moves) == cores.MOST_TRIED
+    assert core.patience_s > 0
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch):
+    """Takes of the cases a, b and c by name, as (slowdown, us); the order they were taken in, and what was kept by pass."""
+    takes = {"a": [(1.5, 20.0), (1.3, 30.0), (1.0, 8.0)], "b": [(1.0, 7.0)], "c": [(1.2, 9.0), (1.4, 5.0), (1.3, 4.0)]}
+    order: list[str] = []
+    kept: list[dict[str, tuple[float, float]]] = []
+
+    def take(name, core):
+        order.append(name)
+        return takes[name][order.count(name) - 1]
+
+    monkeypatch.setattr(host, "_timed", lambda case, device_us, ws: case.name)
+    monkeypatch.setattr(host, "take", take)
+    monkeypatch.setattr(host, "PASSES", 3)
+
+    def measure(core, deadline=math.inf):
+        cases = [(SimpleNamespace(name=name), 1.0) for name in takes]
+        found = host.measure(cases, None, print, core, deadline, lambda found: kept.append(dict(found)))
+        return found, order, kept
+
+    return measure
+
+
+def test_what_was_disturbed_is_taken_again_behind_all_others(moves, passes) -> None:
+    found, order, kept = passes(scripted([1.0], patience_s=60.0))
+    assert order == list("abcacac")
+    assert found == {"a": (1.0, 8.0), "b": (1.0, 7.0), "c": (1.2, 9.0)}, "by disturbance, not by time"
+    assert kept[0] == {"a": (1.5, 20.0), "b": (1.0, 7.0), "c": (1.2, 9.0)}
+
+
+@pytest.mark.parametrize(("limit_s", "order"), [(math.inf, "abc"), (60.0, "abcacac")])
+def test_without_patience_only_a_time_limit_buys_more_passes(moves, passes, limit_s, order) -> None:
+    assert passes(scripted([1.0], patience_s=0.0), time.monotonic() + limit_s)[1] == list(order)
+
+
+def test_a_time_limit_ends_it(moves, passes) -> None:
+    assert passes(scripted([1.0], patience_s=60.0), time.monotonic() - 1)[:2] == ({}, [])
 
 
 @pytest.mark.parametrize(("patience_s", "takes"), [(0.0, 1), (60.0, host.TAKES)])

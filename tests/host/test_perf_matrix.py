@@ -41,6 +41,7 @@ def test_host_times_can_be_left_to_a_quiet_moment(tmp_path: Path, monkeypatch: p
     assert main(["all", *chosen, "--peers", "none", "--no-host"]) == 0
     (row,) = schema.load(tmp_path / "decode.json")["rows"]
     assert "host_us" not in row
+    assert main(["host", *chosen, "--limit", "0"]) == 1, "no time for any"
     assert main(["host", *chosen]) == 0
     (timed,) = schema.load(tmp_path / "decode.json")["rows"]
     assert timed.pop("host_us") > 0
