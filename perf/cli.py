@@ -38,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     whole.add_argument("--jobs", type=int, help="processes that compile; one a core by default")
     whole.add_argument("--peer-cache", type=Path, help="folder for what peers compile and tune: a second run finds it")
     whole.add_argument("--logs", type=Path, help="folder of one log a process that compiles")
-    whole.add_argument("--no-host", action="store_true", help="leave the host times to a later `host`")
+    whole.add_argument("--host", type=float, help="of these, seconds for host times; 0 leaves them to a later `host`")
     host = commands.add_parser("host", help="host time of a public call into result files; nothing else should run")
     host.add_argument("--out", type=Path, required=True, help="the folder of result files")
     host.add_argument("--device", default="cuda", help="cuda, or cpu to exercise the harness only")
@@ -203,7 +203,7 @@ def _warm(options: argparse.Namespace) -> int:
 def _all(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     from .cases import select
     from .lines import lines_table
-    from .matrix import CACHE, measure
+    from .matrix import CACHE, HOST_S, measure
     from .report import load_results
 
     failed = measure(
@@ -218,7 +218,7 @@ def _all(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         command=" ".join(["python", "-m", "perf", *arguments]),
         cache=(options.peer_cache or CACHE).absolute(),
         logs=options.logs,
-        host=not options.no_host,
+        host_s=HOST_S if options.host is None else options.host,
         say=lambda text: print(text, flush=True),
     )
     print(lines_table(load_results(options.out)))

@@ -28,9 +28,9 @@ COST = {"conv": 0.3, "gdn_prefill": 1.5, "kda_prefill": 1.0, "step": 0.7}  # of 
 COMPILE_LIMIT_S = 150.0  # what is not warm then is measured without the peers that keep kernels on disk
 START_S = 8.0  # of a family's turn: imports are done, copy bandwidth and matrix rate are not
 END_S = 3.0  # for the last case and the files, before the process is ended
-PATIENCE_S = 30.0  # for a peer that still compiles when nothing else is left to measure
+PATIENCE_S = 30.0  # for a peer that still compiles when nothing else is left to measure, beyond the limit of compiling
 GRACE_S = 15.0  # beyond its share, for the case in hand
-HOST_S = 40.0  # for the host times, beside which nothing else runs
+HOST_S = 45.0  # for the host times, beside which nothing else runs
 RESTARTS = 2  # of a family whose process was lost, each without the case that lost it
 RESTART_S = 25.0  # a restart needs at least
 CACHE = Path.home() / ".cache" / "compact-state" / "peers"
@@ -142,7 +142,7 @@ def measure(
     command: str = "",
     cache: Path = CACHE,
     logs: Path | None = None,
-    host: bool = True,
+    host_s: float = HOST_S,
     say: Callable[[str], None] = print,
 ) -> list[str]:
     """Measure cases into `out`, one file a family; gives the families whose process failed.
@@ -156,7 +156,7 @@ def measure(
         command: what to record as the command.
         cache: folder in which peers keep what they compile and tune: a second run finds it there.
         logs: folder of what the compiling processes say.
-        host: whether to end with the host times; else `python -m perf host` adds them when the machine is quiet.
+        host_s: of these, seconds for the host times; with 0 `python -m perf host` adds them when the machine is quiet.
     """
     began = time.monotonic()
     wanted = peers.wanted(peer_names)
@@ -177,12 +177,12 @@ def measure(
             cold = warm(cases, wanted, jobs, say, logs, compile_limit_s, cache)
             compiled_s = time.monotonic() - began
             say(f"peers compiled and tuned in {compiled_s:.0f} s; cold: {cold or 'none'}")
-            deadline = began + total_s - (HOST_S if host else 0.0)
-            failed = _give_turns(families, out, deadline, cold, wanted, say)
+            until = began + min(compile_limit_s, total_s)
+            failed = _give_turns(families, out, began + total_s - host_s, cold, wanted, say, until)
         finally:
             for family in families:
                 family.stop()
-    if host and _host_times(cases, out, device, max(began + total_s - time.monotonic(), HOST_S)):
+    if host_s and _host_times(cases, out, device, host_s):
         failed.append("host times")
     _stamp(out, cases, {"compile_s": round(compiled_s, 1), "command_s": round(time.monotonic() - began, 1)})
     return failed
@@ -210,13 +210,13 @@ def _stamp(out: Path, cases: Sequence[Case], times: dict[str, float]) -> None:
             replace(path, result)
 
 
-def _next(families: Sequence[Family], wanted: Sequence[str], say: Callable[[str], None]) -> Family:
+def _next(families: Sequence[Family], wanted: Sequence[str], say: Callable[[str], None], until: float = 0.0) -> Family:
     """The first family that is ready: one may still compile while another is measured, which the GPU hardly feels.
 
-    When all that are left still compile, the first one starts again without the peers it waits for.
+    When all that are left still compile then, `until` at the earliest, the first one starts again without the peers it waits for.
     """
-    began = time.monotonic()
-    while time.monotonic() - began < PATIENCE_S:
+    until = max(until, time.monotonic() + PATIENCE_S)
+    while time.monotonic() < until:
         for family in families:
             if family.is_ready:
                 return family
@@ -247,11 +247,12 @@ def _give_turns(
     cold: Cold,
     wanted: Sequence[str],
     say: Callable[[str], None],
+    until: float,
 ) -> list[str]:
     failed = []
     waiting = list(families)
     while waiting:
-        family = _next(waiting, wanted, say)
+        family = _next(waiting, wanted, say, until)
         weights = {other.name: len(other.cases) * COST[other.name] for other in waiting}
         remaining = deadline - time.monotonic()
         share = (remaining - START_S * len(waiting)) * weights[family.name] / sum(weights.values())
