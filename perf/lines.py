@@ -92,7 +92,7 @@ def _with_passes(r: Results) -> Cells:
 
 def _bandwidth(r: Results) -> Cells:
     for row in r.of(*DECODES, state_dtype="float32"):
-        if _batch(row) >= 64:
+        if _batch(row) >= 64 and row["floor_us"]:
             yield f"{row['op']} {label(row)}", row["ours_us"] / row["floor_us"]
 
 

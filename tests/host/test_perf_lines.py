@@ -27,6 +27,13 @@ def one(found: dict[str, Verdict], part: str) -> Verdict:
 
 def test_without_rows_no_line_is_met() -> None:
     assert {verdict.word for verdict in judged().values()} == {"not measured"}
+
+
+def test_rows_without_a_copy_bandwidth_have_no_floor_to_be_held_against() -> None:
+    loads = (("gdn_decode", "B64"), ("causal_conv1d_decode", "B256"), ("causal_conv1d_prefill", "1x8192"))
+    rows = [row(op, "Q1", load, 60.0, floor_us=None) for op, load in loads]
+    result = {"environment": {"copy_tb_s": None}, "rows": rows}
+    assert {verdict.word for verdict in verdicts({"any": result}) if "floor" in verdict.line.text} == {"not measured"}
     assert len({line.text for line in LINES}) == len(LINES)
 
 
