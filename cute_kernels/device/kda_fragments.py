@@ -273,7 +273,7 @@ def summed(parts, side, received):
 
 
 def place_lower(entries, block, lower, pitch, diagonal, beta, lane):
-    """L: entries times beta of their row, whose negative is at `beta`, fp32 on the diagonal block and fp16 to its left."""
+    """L: entries times beta of their row, whose negative is at `beta`, fp32 on the diagonal block; to its left -L, fp16."""
     row = lane >> 2
     scale = [-load_shared(beta + (block * 16 + row + 8 * i) * 4, 1) for i in range(2)]
     at = diagonal + row * 64 + (lane & 3) * 8
@@ -284,7 +284,7 @@ def place_lower(entries, block, lower, pitch, diagonal, beta, lane):
     for column in range(block):
         x = entries[PAIR_WORDS + 8 * column :][:8]
         stmatrix4(
-            target + column * 32, *[pack_f16(x[2 * p] * scale[p & 1], x[2 * p + 1] * scale[p & 1]) for p in range(4)]
+            target + column * 32, *[pack_f16(x[2 * p] * -scale[p & 1], x[2 * p + 1] * -scale[p & 1]) for p in range(4)]
         )
 
 

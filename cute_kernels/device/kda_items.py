@@ -7,9 +7,10 @@ need: some rounds to all workers, the rest to those that stay when the others ha
 recurrence. Needed first are chunks with the most chunks of their row behind them: rows are aligned at their ends, and a level
 of this order has one chunk of every row that is long enough.
 
-What a kernel needs of this: `place_worker`, `sync` instead of the block's barrier, `begin` before its first item, `next_item` to
-find items, `hand_over` behind the last store of an item, `publish_last` in the next one and behind the loop. In `inputs.info`
-words 4 and 5 are slot and head of the item under way, words 18 and 19 those of the one before, word 16 the end of the run.
+What a kernel needs of this: `place_worker`, `sync` instead of the block's barrier, `begin_info` and `begin` before its first
+item, `next_item` to find items, `hand_over` behind the last store of an item, `finish` behind the loop. In `inputs.info` words 4
+and 5 are slot and head of the next item, words 18 and 19 those of the one under way when the next is known, word 16 the end of
+the run.
 """
 
 import cutlass
@@ -17,8 +18,9 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint8, Uint32, const_expr
 
 from .kda_layout import chunk_of_slot, first_slot
-from .record_flags import clear_flag, publish, start_recurrence
-from .warp_ops import load_shared, reread, store_shared
+from .prefill_layout import CHUNK
+from .record_flags import clear_flag, let_start, publish
+from .warp_ops import load_shared, store_shared
 
 THREADS = 256
 LOADER = 0  # warp that finds items, starts loads and stores, and sets flags
@@ -28,6 +30,7 @@ MAIN, INVERSE, PAIRS, DECAYS, PUBLISH = 0, 1, 2, 6, 7
 TURNS = 80  # byte of `inputs.info` where the worker's turns are, for which there are no registers
 LAST = 72  # byte of `inputs.info` where slot and head of the item before are
 RECORD = 96  # byte of `inputs.info` where the address of the record under way is
+ROW = 104  # byte of `inputs.info` where the tokens of the call's only row are, -1 where chunks must be looked up
 INFO_BYTES = 112
 
 
@@ -50,6 +53,11 @@ def place_worker(storage, tidx, overlapped):
     return worker, tidx % THREADS, storage(cute.make_ptr(Uint8, memory, cute.AddressSpace.smem, assumed_align=1024))
 
 
+def first_of_block(storage, loaded, worker):
+    """The barrier behind the first worker's two."""
+    return loaded + 2 - worker * (storage_pitch(storage) // 8)
+
+
 def barrier_of(inputs, name):
     """Hardware barrier of a worker; 0 is the block's."""
     if not inputs.overlapped:
@@ -66,12 +74,18 @@ def sync(inputs):
         cute.arch.sync_threads()
 
 
-def forget_last(inputs):
-    """One thread: where the worker's run ends; there is no item before the first."""
+@cute.jit
+def begin_info(inputs: cutlass.Constexpr):
+    """One thread: where the worker's run ends; there is no item before the first. What the call's only row is, if it has one."""
+    cu, _, _ = inputs.plan
+    first, end = Int32(cu[0]), Int32(cu[1])
+    alone = (inputs.rows * inputs.parts == 1) & (inputs.has_entries == 0) & (inputs.first_chunk == 0) & (first == 0)
+    end = end if end >= inputs.min_tokens else Int32(0)
+    store_shared(inputs.info + ROW, end if alone else Int32(-1))
     store_shared(inputs.info + 16, Int32(-1))
     store_shared(inputs.info + 64, inputs.stop)
     store_shared(inputs.info + LAST, Int32(-1))
-    if inputs.overlapped:
+    if const_expr(inputs.overlapped):
         shared = inputs.rounds * inputs.workers
         store_shared(inputs.info + TURNS, shared, inputs.workers, inputs.staying, inputs.first_staying)
 
@@ -79,10 +93,14 @@ def forget_last(inputs):
 @cute.jit
 def remember_last(inputs: cutlass.Constexpr):
     """One warp, before it describes the next item: which the item under way is."""
-    if const_expr(inputs.overlapped):
-        last = load_shared(inputs.info + 16, 2, Int32)
-        if cute.arch.lane_idx() == 0:
-            store_shared(inputs.info + LAST, *last)
+    last = load_shared(inputs.info + 16, 2, Int32)
+    if cute.arch.lane_idx() == 0:
+        store_shared(inputs.info + LAST, *last)
+
+
+def is_first(inputs):
+    """At an item's start: whether the worker had none before."""
+    return load_shared(inputs.info + LAST, 1, Int32) < 0
 
 
 @cute.jit
@@ -106,34 +124,27 @@ def kept_record(inputs, record):
 
 @cute.jit
 def hand_over(inputs: cutlass.Constexpr, warp: Int32):
-    """A warp's stores of an item are done."""
+    """A warp's stores of an item are done; when those of all warps are, the item's flag is set."""
     if const_expr(inputs.overlapped):
+        published = barrier_of(inputs, PUBLISH)
         if warp != LOADER:
-            cute.arch.barrier_arrive(barrier_id=barrier_of(inputs, PUBLISH), number_of_threads=THREADS)
-
-
-@cute.jit
-def publish_last(inputs: cutlass.Constexpr, warp: Int32):
-    """Set the flag of the item before, when all warps have handed over: in every item, and by `finish` behind the last."""
-    if const_expr(inputs.overlapped):
-        if reread(warp) == LOADER:
-            cute.arch.barrier(barrier_id=barrier_of(inputs, PUBLISH), number_of_threads=THREADS)
+            cute.arch.barrier_arrive(barrier_id=published, number_of_threads=THREADS)
+        else:
+            cute.arch.barrier(barrier_id=published, number_of_threads=THREADS)
             # The part of the record that this warp stored in bulk.
             cute.arch.cp_async_bulk_wait_group(0)
             cute.arch.inline_ptx("fence.proxy.async.global;")
             cute.arch.sync_warp()
             slot, local_head = load_shared(inputs.info + LAST, 2, Int32)
-            if (cute.arch.lane_idx() == 0) & (slot >= 0):
+            if cute.arch.lane_idx() == 0:
                 publish(flag_address(inputs, slot, local_head))
 
 
 @cute.jit
-def finish(inputs: cutlass.Constexpr, warp: Int32):
+def finish(inputs: cutlass.Constexpr, tidx: Int32):
     """Behind the last item, or where there was none."""
-    publish_last(inputs, warp)
     if const_expr(inputs.overlapped):
-        cute.arch.sync_warp()
-        if (warp == LOADER) & (cute.arch.lane_idx() == 0):
+        if tidx == 0:
             store_shared(inputs.info + LAST, Int32(0))
 
 
@@ -168,17 +179,31 @@ def flag_address(inputs, slot, local_head):
 
 @cute.jit
 def begin(inputs: cutlass.Constexpr, block: Int32, warp: Int32):
-    """Behind the loads of the first item, all warps: flags to zero, the table's lines, and the recurrence may start.
-
-    In the first `early` blocks the second worker lets the first one have the multiprocessor to itself for its first item, which
-    comes sooner that way, and with it the recurrence's start.
-    """
+    """All warps but the one that starts the first loads: flags to zero and the table's lines, then the recurrence may start."""
     if const_expr(inputs.overlapped):
-        if warp != LOADER:  # which has found the first items meanwhile
+        if warp != LOADER:
             line = (block * OTHERS + warp - 1) * workers_of_block(True) + inputs.worker
             prepare(inputs, inputs.first, warp - 1, line, inputs.workers * OTHERS)
-        start_recurrence()
-        hand_over(inputs, warp)
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(inputs.cleared)
+        if (inputs.worker == 1) & (warp == OTHERS):
+            cute.arch.mbarrier_wait(inputs.cleared, 0)
+            let_start()
+
+
+def comes_later(inputs, block):
+    """Whether the worker's first loads leave the memory to those of the blocks whose first items must come soon."""
+    if not inputs.overlapped:
+        return None
+    return (inputs.early > 0) & ((inputs.worker == 1) | (block >= inputs.early))
+
+
+@cute.jit
+def wait_for_first(inputs: cutlass.Constexpr, block: Int32):
+    """In the first `early` blocks the second worker lets the first one have the multiprocessor to itself for its first item,
+    which comes sooner that way, and with it the recurrence's start."""
+    if const_expr(inputs.overlapped):
         if (inputs.worker == 1) & (block < inputs.early):
             while load_shared(inputs.info - inputs.pitch + LAST, 1, Int32) < 0:
                 cute.arch.inline_ptx("nanosleep.u32 100;")
@@ -196,6 +221,15 @@ def slot_in_turn(inputs: cutlass.Constexpr, turn: Int32) -> Int32:
     Of rows that run in parts each segment counts as a row (where it begins within a chunk or two: only the order depends on it).
     What the transition launch does not walk, last segments and short rows, comes behind all that it does.
     """
+    slot = turn if turn < inputs.slots else Int32(-1)
+    if load_shared(inputs.info + ROW, 1, Int32) < 0:
+        slot = slot_among_rows(inputs, turn)
+    return slot
+
+
+@cute.jit
+def slot_among_rows(inputs: cutlass.Constexpr, turn: Int32) -> Int32:
+    """The same where there are several rows, checkpoints or earlier launches."""
     cu, entry_cu, _ = inputs.plan
     lane, rows, parts = cute.arch.lane_idx(), inputs.rows, inputs.parts
     row, segment = lane // parts, lane % parts
@@ -315,15 +349,18 @@ def following(inputs: cutlass.Constexpr, item: Int32) -> Int32:
 @cute.jit
 def look_up(inputs: cutlass.Constexpr, slot: Int32):
     """(first token, start in the row, count, first entry) of a chunk slot; all lanes of one warp."""
-    row_token, start, count, entry = chunk_of_slot(
-        *inputs.plan,
-        inputs.first_chunk + slot,
-        inputs.rows,
-        cute.arch.lane_idx(),
-        inputs.has_entries,
-        inputs.min_tokens,
-    )
-    return row_token + start, start, count, entry
+    length = load_shared(inputs.info + ROW, 1, Int32)
+    token, start, count, entry = Int32(0), slot * CHUNK, clamp(length - slot * CHUNK, Int32(CHUNK)), Int32(-1)
+    if length < 0:
+        token, start, count, entry = chunk_of_slot(
+            *inputs.plan,
+            inputs.first_chunk + slot,
+            inputs.rows,
+            cute.arch.lane_idx(),
+            inputs.has_entries,
+            inputs.min_tokens,
+        )
+    return token + start, start, count, entry
 
 
 @cute.jit

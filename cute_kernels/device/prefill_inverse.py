@@ -33,7 +33,7 @@ def block_address(lower, block_row, block_column, lane):
 
 
 def solve_diagonal(diagonal, lower, tile, beta, warp, lane):
-    """Invert the warp's diagonal block; write it to `lower` (fp16) and, times beta, to the T' tile. Left-operand words of Y_ww.
+    """Invert the warp's diagonal block; write it to `lower` (fp16) and, times beta, to the T' tile.
 
     `diagonal` is the address of the warp's L_ww, fp32, row-major 16 x 16, strictly lower part used, written by this warp before.
     `beta` is the address of the chunk's 64 fp32 betas. Lane i holds row i of X, the solution of x (I + L) = e_i found from its
@@ -65,8 +65,6 @@ def solve_diagonal(diagonal, lower, tile, beta, warp, lane):
     for half in range(2):
         at_tile = tile_address(tile, warp * 16 + row, warp * 2 + half)
         store_shared(pick(scaled, at_tile, at_lower + 16 * half), *words[4 * half : 4 * half + 4])
-    cute.arch.sync_warp()
-    return ldmatrix4(block_address(lower, warp, warp, lane), transpose=True)
 
 
 def _product(a, b, total):
@@ -96,14 +94,6 @@ def merge_column(first, lower, tile, beta, column, lane, negated=False):
         scaled = [pack_f16(y[2 * p] * s, y[2 * p + 1] * s) for p, s in enumerate((low, high, low, high))]
         row = i * 16 + (lane & 7) + ((lane >> 4) << 3)
         stmatrix4(tile_address(tile, row, column * 2 + ((lane >> 3) & 1)), *scaled, transpose=True)
-
-
-@cute.jit
-def merge_blocks(first, lower: Int32, tile: Int32, beta: Int32, warp: Int32, lane: Int32):
-    """All blocks below the diagonal: warp w takes block column w (warp 3 has none). Call after a barrier of the warpgroup."""
-    for column in cutlass.range_constexpr(3):
-        if warp == column:
-            merge_column(first, lower, tile, beta, column, lane)
 
 
 def _merge_next(blocks, lower, tile, low, high, shift, lane):

@@ -4,8 +4,8 @@ Two blocks of 256 threads stay on each multiprocessor, each with an equal run of
 computes the record (`device/kda_layout.py`). Warps 0 to 3 have 16 tokens each and the first half of the channels, warps 7 to 4
 the same tokens and the second half, as matrix fragments in registers (`device/kda_fragments.py`).
 
-1  log decays, fp16, by warps 4 to 7 alone, of both halves; from what they sum to over 16 tokens: decays before, behind and
-   through each 16 tokens, and e^(G_C);
+1  log decays, fp16, by warps 4 to 7 alone, of both halves (of a worker's first item by all warps); from what they sum to over
+   16 tokens: decays before, behind and through each 16 tokens, and e^(G_C);
 2  row sums k.k, q.q, q.k; one barrier, behind which the next item's gate is loaded;
 3  KG, QG and KU over k, q and the log decays, column operands, and pair products within 16 tokens; one barrier, behind which
    warp 0 sends KG, QG and KU to the record in bulk and, when they are read, loads the next item's k and q there;
@@ -49,6 +49,7 @@ from ..device.kda_fragments import (
     summed,
 )
 from ..device.kda_gate import gate_constants, log_decay_bounded, softplus_gate
+from ..device.kda_inputs import find_next, gate_parameters, load_first, load_gate, start_next, store_parameters
 from ..device.kda_layout import (
     INFO_OFFSET,
     KG_OFFSET,
@@ -67,7 +68,7 @@ from ..device.kda_rows import (
     store_global_word,
 )
 from ..device.memory import load_vector
-from ..device.prefill_inverse import merge_blocks, solve_diagonal
+from ..device.prefill_inverse import merge_any_column, solve_diagonal
 from ..device.prefill_layout import CHUNK, HEAD, LOWER_PITCH, OPERAND_BYTES, TILE_BYTES, tile_address
 from ..device.prefill_rows import owns_norms
 from ..device.prefill_sync import Bundle
@@ -75,6 +76,7 @@ from ..device.state_io import row_ptr
 from ..device.warp_ops import load_shared, reread, store_shared
 
 THREADS, LOADER = kda_items.THREADS, kda_items.LOADER
+IDLE = 3  # warp that has no part in merging the inverse's blocks
 NORM_EPS = 1e-6
 MINUS_INFINITY_PAIR = 0xFF80FF80  # bf16 raw gates whose decay is exactly 1
 SUMS_PITCH = 32  # bytes of a row's sums: k.k, q.q and q.k, each of two halves of the channels
@@ -142,7 +144,9 @@ class KdaRecords:
             info: cute.struct.Align[
                 words(kda_items.INFO_BYTES), 16
             ]  # of the next item, of the one behind it; see `kda_items`
-            loaded: cute.struct.MemRange[cutlass.Int64, 2]  # k and q; gate and info
+            loaded: cute.struct.MemRange[
+                cutlass.Int64, 3
+            ]  # k and q; gate and info; the first worker's: flags are cleared
 
         self.storage = Storage
         self.kernel.set_name_prefix(self.key.symbol(), remove_cutlass_symbol=True, keep_mangled_name=False)
@@ -201,6 +205,7 @@ class KdaRecords:
         if tidx == 0:
             cute.arch.mbarrier_init(loaded, 1)
             cute.arch.mbarrier_init(loaded + 1, 2)
+            cute.arch.mbarrier_init(loaded + 2, 2 * kda_items.OTHERS)
             cute.arch.mbarrier_init_fence()
         names = ("columns", "lower", "partial", "totals", "tables", "sums", "beta", "bias", "info")
         at = {name: getattr(storage, name).data_ptr().toint() for name in names}
@@ -214,26 +219,31 @@ class KdaRecords:
             has_entries=has_entries, min_tokens=min_tokens, loaded=loaded, info=at["info"], b=mB, a_log=mALog, bias=mBias,
             scale=scale, lower_bound=lower_bound, l2norm=l2norm, start=start.toint(), at=at, slots=slots, worker=worker,
             overlapped=self.key.overlapped, flags=mFlags.iterator.toint(), long_length=long_length, parts=parts,
-            pitch=kda_items.storage_pitch(self.storage), **dealt,
+            pitch=kda_items.storage_pitch(self.storage), cleared=kda_items.first_of_block(self.storage, loaded, worker), **dealt,
         )  # fmt: skip
+        likely = inputs.first % heads  # the first item's head, unless its slot has no chunk
+        bias, a_log = gate_parameters(inputs, likely, tidx)
+        if warp == LOADER:
+            for tma in (tma_g, tma_k, tma_q):
+                cpasync.prefetch_descriptor(tma)
         if tidx == 0:
-            kda_items.forget_last(inputs)
+            kda_items.begin_info(inputs)
         cute.arch.sync_threads()
         if warp == LOADER:
-            self.look_ahead(inputs, inputs.first, Int32(-1), Int32(0), Int32(0), Int32(0), Int32(-1))
-            self.load_gate(inputs)
-            self.start_next(inputs)
-        # A barrier of its own: another worker may be at the block's, which is the first worker's `sync`.
-        cute.arch.barrier(barrier_id=kda_items.barrier_of(inputs, kda_items.DECAYS), number_of_threads=THREADS)
-        parameters = self.gate_parameters(inputs, load_shared(at["info"] + 20, 1, Int32), tidx)
-        if warp == LOADER:
-            self.find_next(inputs)
+            load_first(inputs, block)
         kda_items.begin(inputs, block, warp)
+        kda_items.sync(inputs)
+        local_head = load_shared(at["info"] + 20, 1, Int32)
+        if local_head != likely:
+            bias, a_log = gate_parameters(inputs, local_head, tidx)
+        if warp == LOADER:
+            find_next(inputs)
+        kda_items.wait_for_first(inputs, block)
         parity = Int32(0)
         info = at["info"]
         cute.arch.mbarrier_wait(loaded + 1, parity)
         count = load_shared(info, 1, Int32)
-        self.store_parameters(inputs, *parameters, tidx)
+        store_parameters(inputs, bias, a_log, tidx)
         kda_items.sync(inputs)
         while count > 0:
             # Zero, which the compiler cannot know: it would compute all addresses before the loop, and has no registers for it.
@@ -245,95 +255,8 @@ class KdaRecords:
             parity = parity ^ 1
             cute.arch.mbarrier_wait(loaded + 1, parity)
             count = load_shared(info, 1, Int32)
-        kda_items.finish(inputs, warp)
+        kda_items.finish(inputs, tidx)
         cute.arch.cp_async_bulk_wait_group(0)
-
-    def gate_parameters(self, inputs, local_head, tidx):
-        """An item's bias of one channel and A_log, on their way before they are needed."""
-        head = inputs.first_head + local_head
-        return load_vector(inputs.bias.iterator + (head * HEAD + tidx % 128), 1)[0], inputs.a_log[head]
-
-    def store_parameters(self, inputs, bias, a_log, tidx):
-        """Put them where the warps of the item's gate read them."""
-        store_shared(inputs.at["bias"] + tidx % 128 * 4, bias)
-        store_shared(inputs.at["bias"] + HEAD * 4, a_log)
-
-    @cute.jit
-    def start_next(self, inputs: cutlass.Constexpr):
-        """One warp: the item found ahead becomes the block's next one, and its k and q are loaded."""
-        info = inputs.info
-        count, start, end, entry = load_shared(info + 32, 4, Int32)
-        slot, local_head, item, token = load_shared(info + 48, 4, Int32)
-        kda_items.remember_last(inputs)
-        cute.arch.sync_warp()
-        if cute.arch.lane_idx() == 0:
-            store_shared(info, count, start, end, entry)
-            store_shared(info + 16, slot, local_head, item, token)
-        cute.arch.sync_warp()
-        # The record is read out of the tiles of k and q, then out of that of log decays.
-        if count > 0:
-            cute.arch.cp_async_bulk_wait_group(1, read=True)
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(inputs.loaded, 2 * OPERAND_BYTES)
-            head = (inputs.first_head + local_head) // inputs.group_size
-            for place, (tma, gX) in enumerate((inputs.k, inputs.q)):
-                tXsX, tXgX = self.input_tile(inputs, tma, gX, inputs.tile + place * (OPERAND_BYTES // 2), token, head)
-                cute.copy(tma, tXgX, tXsX, tma_bar_ptr=inputs.loaded)
-        else:
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(inputs.loaded + 1)
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(inputs.loaded + 1)
-
-    @cute.jit
-    def find_next(self, inputs: cutlass.Constexpr):
-        """One warp: find the item behind the block's next one."""
-        count, start, _, entry = load_shared(inputs.info, 4, Int32)
-        slot, _, item, token = load_shared(inputs.info + 16, 4, Int32)
-        if count > 0:
-            self.look_ahead(inputs, kda_items.behind(inputs, item), slot, token, start, count, entry)
-
-    @cute.jit
-    def load_gate(self, inputs: cutlass.Constexpr):
-        """One warp: start the load of the raw gate of the item found ahead."""
-        count = load_shared(inputs.info + 32, 1, Int32)
-        _, local_head, _, token = load_shared(inputs.info + 48, 4, Int32)
-        if count > 0:
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(inputs.loaded + 1, OPERAND_BYTES)
-            tma, gX = inputs.gate
-            tile = inputs.tile + RAW_GATE // 2
-            tXsX, tXgX = self.input_tile(inputs, tma, gX, tile, token, inputs.first_head + local_head)
-            cute.copy(tma, tXgX, tXsX, tma_bar_ptr=inputs.loaded + 1)
-
-    @cute.jit
-    def look_ahead(
-        self,
-        inputs: cutlass.Constexpr,
-        item: Int32,
-        slot: Int32,
-        token: Int32,
-        start: Int32,
-        count: Int32,
-        entry: Int32,
-    ):
-        """One warp: the first item from `item` on that has a chunk. What follows `item` are the facts of the item before."""
-        found = kda_items.next_item(inputs, item, slot, token, start, count, entry)
-        item, slot, local_head, token, start, count, entry = found
-        cute.arch.sync_warp()
-        if cute.arch.lane_idx() == 0:
-            store_shared(inputs.info + 32, count, start, start + count, entry)
-            store_shared(inputs.info + 48, slot, local_head, item, token)
-        cute.arch.sync_warp()
-
-    def input_tile(self, inputs, tma, gX, tile, token, head):
-        """Rows token .. token + 63 of a head for TMA; rows behind the tensor are zeros, rows of a neighbour are masked later."""
-        sX = cute.make_tensor(tile, inputs.layout.outer)
-        gTile = cute.local_tile(cute.domain_offset((token, head * HEAD), gX), (CHUNK, HEAD), (0, 0))
-        return cpasync.tma_partition(
-            tma, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(gTile, 0, 2)
-        )
 
     @cute.jit
     def chunk(
@@ -360,13 +283,20 @@ class KdaRecords:
         logit = load_vector(row_ptr(inputs.b, token, head, 2), 1)[0]
 
         # 1  log decays and what follows from their sums, while the other warps are at the last item's inverse
-        if half == 1:
-            for part in cutlass.range(2, unroll=1):
+        alone = kda_items.is_first(inputs)  # nobody is at an inverse: all warps take part, each with its own half
+        if (half == 1) | alone:
+            part, stop = Int32(0), Int32(2)
+            if alone:
+                part, stop = half, half + 1
+            while part < stop:
                 self.decays_of_block(inputs, count, block, lane, part)
-            cute.arch.barrier(barrier_id=kda_items.barrier_of(inputs, kda_items.DECAYS), number_of_threads=128)
-            make_tables(at["totals"], at["tables"], record, tidx - 128)
-
-        kda_items.publish_last(inputs, warp)
+                part += 1
+            decays = kda_items.barrier_of(inputs, kda_items.DECAYS)
+            if half == 1:
+                cute.arch.barrier(barrier_id=decays, number_of_threads=THREADS if alone else THREADS // 2)
+                make_tables(at["totals"], at["tables"], record, tidx - 128)
+            else:
+                cute.arch.barrier_arrive(barrier_id=decays, number_of_threads=THREADS)
 
         # 2  row sums
         cute.arch.mbarrier_wait(inputs.loaded, parity)
@@ -376,27 +306,28 @@ class KdaRecords:
             store_shared(at["beta"] + at_row * 4, -sigmoid(Float32(logit)) if at_row < count else Float32(0.0))
         kda_items.sync(inputs)
         if warp == LOADER:
-            self.load_gate(inputs)
+            load_gate(inputs)
 
         # Always true, which the compiler cannot know: it would start what follows before the barrier, without registers for it.
         if record != 0:
             self.products_of_chunk(inputs, record, block, half, tidx)
         lane = reread(tidx) % 32
         if warp == LOADER:
-            self.start_next(inputs)
+            start_next(inputs)
         if half == 0:
             # T' comes where column operands were, which all warps have used.
             cute.arch.barrier(barrier_id=kda_items.barrier_of(inputs, kda_items.INVERSE), number_of_threads=128)
             diagonal, inverse = at["partial"] + partial_offset(warp), at["columns"]
             record = kda_items.kept_record(inputs, record)
-            first_column = solve_diagonal(diagonal, at["lower"], inverse, at["beta"], warp, lane)
+            solve_diagonal(diagonal, at["lower"], inverse, at["beta"], warp, lane)
             cute.arch.barrier(barrier_id=kda_items.barrier_of(inputs, kda_items.INVERSE), number_of_threads=128)
-            merge_blocks(first_column, at["lower"], inverse, at["beta"], warp, lane)
+            if warp == IDLE:
+                find_next(inputs)
+            else:
+                merge_any_column(at["lower"], inverse, at["beta"], warp, lane)
             cute.arch.barrier(barrier_id=kda_items.barrier_of(inputs, kda_items.INVERSE), number_of_threads=128)
             piece = [tile_address(inverse, warp * 16 + (lane >> 1), 2 * i + (lane & 1)) for i in range(4)]
             store_block(record + T_OFFSET, warp, lane, piece)
-        if warp == LOADER:
-            self.find_next(inputs)
 
     @cute.jit
     def decays_of_block(self, inputs: cutlass.Constexpr, count: Int32, block: Int32, lane: Int32, half: Int32):
@@ -489,7 +420,7 @@ class KdaRecords:
         """Operands of the steps from `step` on, and what follows them."""
         at = inputs.at
         if const_expr(step == STEPS - 1):
-            parameters = self.gate_parameters(inputs, load_shared(inputs.info + 52, 1, Int32), tidx)
+            parameters = gate_parameters(inputs, load_shared(inputs.info + 52, 1, Int32), tidx)
         tables = [load_shared(table + which * TABLE_BYTES + 8 * step, 2, Uint32) for which in (0, 1)]
         x, y = step_operands(step, *operands, *tables, pairs)
         rows, queries = [*found[0], *x], [*found[1], *y]
@@ -502,12 +433,12 @@ class KdaRecords:
         else:
             entries = pairs.entries()
             record = kda_items.kept_record(inputs, record)
-            self.store_parameters(inputs, *parameters, tidx)
+            store_parameters(inputs, *parameters, tidx)
             cute.arch.fence_view_async_shared()
             kda_items.sync(inputs)
             if cute.arch.make_warp_uniform(tidx // 32) == LOADER:
-                store_bulk(record + KG_OFFSET, inputs.start, 2 * OPERAND_BYTES)
                 store_bulk(record + KU_OFFSET, inputs.start + 2 * OPERAND_BYTES, OPERAND_BYTES)
+                store_bulk(record + KG_OFFSET, inputs.start, 2 * OPERAND_BYTES)
 
             # 4  pairs with earlier blocks, their sums over both halves, L and P
             for b in cutlass.range_constexpr(4):
