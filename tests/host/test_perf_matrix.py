@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import types
 from pathlib import Path
@@ -240,6 +241,39 @@ def test_a_warm_group_says_whether_anything_failed(
         said = capsys.readouterr().out.split("\n")
         assert "warm: cudnn" in said
         assert ("sound: cudnn" in said) == sound
+
+
+def test_a_kernel_of_flashinfer_is_loaded_or_compiled_without_its_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Spec:
+        def __init__(self, kept: str | None) -> None:
+            self.kept, self.calls = kept, []
+
+        def try_load(self) -> str | None:
+            return self.kept
+
+        def compile_and_persist(self) -> None:
+            self.calls.append("compiled")
+
+        def load(self) -> str:
+            return "compiled and loaded"
+
+        def build_and_load(self) -> str:
+            raise AssertionError("waits for the lock")
+
+    modules = {"flashinfer": types.ModuleType("flashinfer"), "flashinfer.jit": types.ModuleType("flashinfer.jit")}
+    modules["flashinfer.jit.cute_dsl_core"] = types.SimpleNamespace(JitSpecCuteDsl=Spec)
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(peers, "load", lambda names: ({}, {}))
+    warm_group([], "flashinfer")
+    kept, absent = Spec("kept"), Spec(None)
+    assert (kept.build_and_load(), kept.calls) == ("kept", [])
+    assert (absent.build_and_load(), absent.calls) == ("compiled and loaded", ["compiled"])
+
+
+def test_units_that_have_most_cases_start_first() -> None:
+    found = [(unit, len(cases)) for unit, cases in units(select(), peers.NAMES).items() if unit[0] in ("step", "conv")]
+    assert [count for _, count in found] == sorted((count for _, count in found), reverse=True)
 
 
 def test_a_family_whose_peer_compiles_for_ever_is_measured_without_it(
