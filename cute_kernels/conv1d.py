@@ -182,13 +182,14 @@ def causal_conv1d_decode(
     bias: torch.Tensor | None = None,
     activation: Activation = "silu",
     settled: bool = False,
+    pdl: bool = True,
     out: torch.Tensor | None = None,
     backend: Backend = "auto",
 ) -> torch.Tensor:
     """One token for each of N sequences. In place only column `positions mod W` is written.
 
     Args: as `causal_conv1d_prefill` with `x [N, C]`; `out` may be x itself. settled: the kernel launched directly before
-    this one wrote neither ids, positions nor these windows, which are then loaded while it drains.
+    this one wrote neither ids, positions nor these windows, which are then loaded while it drains. pdl: as in `gdn_decode`.
 
     Returns:
         `[N, C]`; zeros in rows with neither id.
@@ -199,7 +200,7 @@ def causal_conv1d_decode(
     kernels = runs_kernels(backend, "x", x)
     arguments = (x, weight, conv_state, read_ids, write_ids, positions)
     if kernels:
-        return _decode(*arguments, bias, activation, settled, out)
+        return _decode(*arguments, bias, activation, settled, pdl, out)
     _check("causal_conv1d_decode", *arguments, bias, activation, out, kernels=False)
     return reference.causal_conv1d_decode(*arguments, bias=bias, activation=activation, out=out)
 
@@ -214,6 +215,7 @@ def _decode(
     bias: torch.Tensor | None,
     activation: Activation,
     settled: bool,
+    pdl: bool,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
     """Check and run one token on the current stream.
@@ -226,7 +228,7 @@ def _decode(
     try:
         if out is None:
             target = torch.empty_like(x, memory_format=torch.contiguous_format)
-        conv_launch.launch_decode(*arguments, bias, activation, target, settled=settled)
+        conv_launch.launch_decode(*arguments, bias, activation, target, settled=settled, pdl=pdl)
     except REFUSALS:
         _check("causal_conv1d_decode", *arguments, bias, activation, out, kernels=True)
         if x.shape[0] != 0:
@@ -249,6 +251,7 @@ def causal_conv1d_verify(
     bias: torch.Tensor | None = None,
     activation: Activation = "silu",
     settled: bool = False,
+    pdl: bool = True,
     out: torch.Tensor | None = None,
     backend: Backend = "auto",
 ) -> torch.Tensor:
@@ -272,7 +275,7 @@ def causal_conv1d_verify(
             raise ValueError
         if out is None:
             target = torch.empty_like(x, memory_format=torch.contiguous_format)
-        conv_launch.launch_verify(*arguments, *step, bias, activation, target, settled=settled)
+        conv_launch.launch_verify(*arguments, *step, bias, activation, target, settled=settled, pdl=pdl)
     except REFUSALS:
         name = "causal_conv1d_verify"
         _check(name, *arguments, bias, activation, out, packed=True, cu_seqlens=cu_seqlens, kernels=kernels)

@@ -16,6 +16,7 @@ from .configs.conv1d import (
     BIAS,
     CHECKPOINTS,
     MAPPED,
+    PLAIN,
     SETTLED,
     SILU,
     WIDTHS,
@@ -111,14 +112,15 @@ def launch_decode(
     out: torch.Tensor,
     *,
     settled: bool = False,
+    pdl: bool = True,
 ) -> None:
     """One token ``x [N, C]`` a row into ``out [N, C]``.
 
     ``settled`` promises that the kernel before this one in the stream writes neither ids, positions, windows nor parameters,
-    so that they may be read while it still runs.
+    so that they may be read while it still runs. Without ``pdl`` the launch is no dependent of that kernel.
     """
     function, flags = decode_function(x.shape, *_facts(weight, bias, activation))
-    flags |= SETTLED if settled else 0
+    flags |= (SETTLED if settled else 0) if pdl else PLAIN
     function(x, weight, _matrix(weight, bias), conv_state, read_ids, write_ids, positions, out, flags)
 
 
@@ -163,10 +165,12 @@ def launch_verify(
     out: torch.Tensor,
     *,
     settled: bool = False,
+    pdl: bool = True,
 ) -> None:
-    """Commit the accepted drafts, then run and log the new tokens ``x [T, C]``. ``settled`` as in ``launch_decode``."""
+    """Commit the accepted drafts, then run and log the new tokens ``x [T, C]``. Options as in ``launch_decode``."""
     facts = _facts(weight, bias, activation)
     function, flags = verify_function(_lengths(draft_log, read_ids), cu_seqlens.numel(), *facts)
+    flags |= (SETTLED if settled else 0) if pdl else PLAIN
     function(
         x,
         weight,
@@ -181,7 +185,7 @@ def launch_verify(
         read_ids if draft_log.rows is None else draft_log.rows,  # without a map any `[N]` tensor stands in
         num_accepted,
         out,
-        flags | SETTLED if settled else flags,
+        flags,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from .checkpoints import Checkpoints
+from .configs.recurrent import PLAIN
 from .delta_rule import commit, decode, prefill, verify
 from .draft_log import DraftLog
 from .opaque import operator
@@ -66,6 +67,7 @@ def gdn_decode(
     scale: float | None = None,
     qk_l2norm: bool = True,
     settled: bool = False,
+    pdl: bool = True,
     out: torch.Tensor | None = None,
     backend: Backend = "auto",
 ) -> torch.Tensor:
@@ -84,6 +86,8 @@ def gdn_decode(
         qk_l2norm: divide q and k by `sqrt(sum x^2 + 1e-6)`.
         settled: the kernel launched directly before this one on the stream wrote neither these ids nor these slots, A_log or
             dt_bias. The kernel then loads them while that one drains (programmatic dependent launch).
+        pdl: launch as a programmatic dependent of the kernel before. Without it the launch is shorter behind a kernel that lets
+            none start before its own end, as those of cuBLAS; `settled` then changes nothing.
         out: `[N, HV, V]`, allocated unless given.
         backend: "auto" (kernels on sm_90, references elsewhere), "kernels" or "reference".
 
@@ -93,8 +97,9 @@ def gdn_decode(
     Raises:
         InvalidArgumentError, UnsupportedConfigError, BackendUnavailableError: before any launch, nothing changed.
     """
+    start = settled if pdl else PLAIN
     return decode(
-        False, None, scale, qk_l2norm, settled, backend, out, q, k, v, a, b, A_log, dt_bias, state, read_ids, write_ids
+        False, None, scale, qk_l2norm, start, backend, out, q, k, v, a, b, A_log, dt_bias, state, read_ids, write_ids
     )  # fmt: skip
 
 
@@ -118,6 +123,7 @@ def gdn_verify(
     scale: float | None = None,
     qk_l2norm: bool = True,
     settled: bool = False,
+    pdl: bool = True,
     out: torch.Tensor | None = None,
     backend: Backend = "auto",
 ) -> torch.Tensor:
@@ -141,8 +147,9 @@ def gdn_verify(
         InvalidArgumentError, UnsupportedConfigError, BackendUnavailableError: before any launch, nothing changed.
     """
     arguments = (q, k, v, a, b, A_log, dt_bias, state, read_ids, write_ids)
+    start = settled if pdl else PLAIN
     return verify(
-        False, None, round_every_token, scale, qk_l2norm, settled, backend, out, cu_seqlens, draft_log, num_accepted,
+        False, None, round_every_token, scale, qk_l2norm, start, backend, out, cu_seqlens, draft_log, num_accepted,
         arguments,
     )  # fmt: skip
 

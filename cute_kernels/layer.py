@@ -40,6 +40,7 @@ def gdn_layer_decode(
     draft_log: DraftLog | None = None,
     num_accepted: torch.Tensor | None = None,
     settled: bool = False,
+    pdl: bool = True,
     out: torch.Tensor | None = None,
     backend: Backend = "auto",
 ) -> torch.Tensor:
@@ -69,6 +70,8 @@ def gdn_layer_decode(
         draft_log: a log with conv inputs. num_accepted: `[N]` int32.
         settled: the kernel launched directly before this one on the stream wrote neither ids, positions, counts, halves nor
             these slots, log rows and parameters: they are loaded while that kernel drains (programmatic dependent launch).
+        pdl: launch as a programmatic dependent of the kernel before. Without it the launch is shorter behind a kernel that lets
+            none start before its own end, as those of cuBLAS; `settled` then changes nothing.
         out: `[N, HV * V]`, allocated unless given.
         backend: "auto" (kernels on sm_90, references elsewhere), "kernels" or "reference".
 
@@ -82,7 +85,7 @@ def gdn_layer_decode(
         x, a, b, z, conv_weight, conv_state, A_log, dt_bias, norm_weight, state, read_ids, write_ids, positions,
     )  # fmt: skip
     verify = verify_arguments(cu_seqlens, draft_log, num_accepted)
-    return step(False, None, conv_bias, gate_activation, eps, scale, verify, settled, out, backend, arguments)
+    return step(False, None, conv_bias, gate_activation, eps, scale, verify, settled, pdl, out, backend, arguments)
 
 
 @operator("conv_state", "state", "draft_log.k", "draft_log.u", "draft_log.g", "draft_log.x")
@@ -110,6 +113,7 @@ def kda_layer_decode(
     draft_log: DraftLog | None = None,
     num_accepted: torch.Tensor | None = None,
     settled: bool = False,
+    pdl: bool = True,
     out: torch.Tensor | None = None,
     backend: Backend = "auto",
 ) -> torch.Tensor:
@@ -130,4 +134,6 @@ def kda_layer_decode(
         x, g, b, z, conv_weight, conv_state, A_log, dt_bias, norm_weight, state, read_ids, write_ids, positions,
     )  # fmt: skip
     verify = verify_arguments(cu_seqlens, draft_log, num_accepted)
-    return step(True, lower_bound, conv_bias, gate_activation, eps, scale, verify, settled, out, backend, arguments)
+    return step(
+        True, lower_bound, conv_bias, gate_activation, eps, scale, verify, settled, pdl, out, backend, arguments
+    )

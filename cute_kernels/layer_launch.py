@@ -171,6 +171,7 @@ def step(
     scale: float | None,
     verify: Verify | None,
     settled: bool,
+    pdl: bool,
     out: torch.Tensor | None,
     backend: Backend,
     arguments: Arguments,
@@ -186,6 +187,8 @@ def step(
     target = out
     try:
         flags, rest = ACTIVATIONS[gate_activation] | (configs.SETTLED if settled else 0), conv_weight
+        if not pdl:
+            flags |= configs.PLAIN
         tokens: tuple[Any, ...] = ()
         if verify is not None:
             cu_seqlens, log, num_accepted = verify

@@ -42,7 +42,7 @@ def launch_verify(
     scale: float | None = None,
     qk_l2norm: bool = True,
     lower_bound: float | None = None,
-    settled: bool = False,
+    settled: int = 0,
     key: configs.VerifyKey | None = None,
     backend: Backend = "kernels",
 ) -> None:

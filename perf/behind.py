@@ -36,6 +36,7 @@ WEIGHTS = 6  # sets of them: together several times the L2 cache
 LAYERS = 12  # of the captured step
 CASES = (("Q1", 1), ("Q1", 8), ("Q3", 8), ("G1", 1), ("G1", 8))  # one wave of blocks or less
 STEPS = (("Q1", 8), ("Q1", 64), ("G1", 8))
+HOW = {"settled": {"settled": True}, "waiting": {}, "plain": {"pdl": False}}
 Launch = Callable[[], Any]
 
 
@@ -70,18 +71,18 @@ class Projected:
         """The output projection of a layer."""
         return lambda: torch.mm(self.outs[i], self.back[i % WEIGHTS], out=self.hidden)
 
-    def decode(self, i: int, settled: bool) -> Launch:
+    def decode(self, i: int, **how: bool) -> Launch:
         """The bare recurrence on the row's q, k and v."""
         p, (read, write) = self.layer.delta, self.ids[i]
         operator = getattr(cute_kernels, f"{p.geometry.kind}_decode")
-        return lambda: operator(*p.arguments, p.pool, read, write, settled=settled, out=self.heads[i], **p.options)
+        return lambda: operator(*p.arguments, p.pool, read, write, out=self.heads[i], **how, **p.options)
 
-    def layer_step(self, i: int, settled: bool) -> Launch:
+    def layer_step(self, i: int, **how: bool) -> Launch:
         """The fused layer on the row."""
         p, c, (read, write) = self.layer.delta, self.layer.conv, self.ids[i]
         operator, (activation, eps) = getattr(cute_kernels, self.case.op), ACTIVATION[p.geometry.kind]
         tensors = (c.x, p.gate, p.b, self.layer.z, c.weight, c.pool, p.A_log, p.dt_bias, self.layer.norm_weight, p.pool)
-        options = {"gate_activation": activation, "eps": eps, "settled": settled, "out": self.outs[i], **p.options}
+        options = {"gate_activation": activation, "eps": eps, "out": self.outs[i], **how, **p.options}
         return lambda: operator(*tensors, read, write, c.positions, **options)
 
 
@@ -108,10 +109,8 @@ def behind(p: Projected, adapters: dict[str, Any], timer: GraphTimer) -> dict[st
     every = range(PAIRS)
     found, _ = peer_contenders(adapters, "decode", p.ids, p.heads, p.layer.delta)
     launches: dict[str, Sequence[Launch]] = {
-        "settled": [p.decode(i, True) for i in every],
-        "waiting": [p.decode(i, False) for i in every],
-        "layer": [p.layer_step(i, True) for i in every],
-        "layer waiting": [p.layer_step(i, False) for i in every],
+        **{name: [p.decode(i, **how) for i in every] for name, how in HOW.items()},
+        **{f"layer {name}": [p.layer_step(i, **how) for i in every] for name, how in HOW.items()},
         **{contender.name: contender.launches for contender in found},
     }
     contenders = [Contender("ours_gemm", [p.project(i) for i in every])]
@@ -134,7 +133,7 @@ def step(p: Projected, timer: GraphTimer) -> dict[str, float]:
     layers = [
         launch
         for i in range(LAYERS)
-        for launch in (p.project(i), p.layer_step(i, i > 0), p.project_back(i))  # the first is behind the ids' update
+        for launch in (p.project(i), p.layer_step(i, pdl=False), p.project_back(i))  # cuBLAS lets none start beside it
     ]
 
     def whole() -> None:
@@ -144,7 +143,7 @@ def step(p: Projected, timer: GraphTimer) -> dict[str, float]:
     contenders = [
         Contender("ours", [whole] * 2),
         Contender("ours_in", [p.project(i) for i in range(PAIRS)]),
-        Contender("ours_layer", [p.layer_step(i, True) for i in range(PAIRS)]),
+        Contender("ours_layer", [p.layer_step(i, settled=True) for i in range(PAIRS)]),
         Contender("ours_back", [p.project_back(i) for i in range(PAIRS)]),
     ]
     us = {name: timing.us for name, timing in timer.time(contenders).by_name.items()}

@@ -19,6 +19,7 @@ BIAS = 2
 SILU = 4
 MAPPED = 8  # the log row of a batch row comes from a tensor
 CHECKPOINTS = 16
+PLAIN = 32  # no dependent of the kernel before, which has ended when this one starts
 
 
 @dataclass(frozen=True)

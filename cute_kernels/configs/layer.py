@@ -28,6 +28,7 @@ SILU_GATE = 2  # the output gate is z sigmoid(z), else sigmoid(z)
 CONV_BIAS = 4  # the conv has a bias
 NORM_BF16 = 8  # the norm's weight is bf16, else fp32
 MAPPED = 16  # verify: the draft log names the log row of each batch row
+PLAIN = 32  # no dependent of the kernel before, which has ended when this one starts
 
 
 WY_VALUE_STRIDE = (

@@ -21,6 +21,7 @@ STATE_DTYPES: tuple[StateDtype, ...] = ("float32", "bfloat16")
 #: between the end of that kernel and the first stores of this one.
 EARLY_BLOCKS = 8 * 132
 MANY_HEADS = 768  # sequences x value heads
+PLAIN = 2  # in place of `settled`, 0 or 1: no dependent of the kernel before, which has ended when this one starts
 
 
 @dataclass(frozen=True)

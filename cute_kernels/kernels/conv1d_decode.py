@@ -18,7 +18,7 @@ from cutlass import BFloat16, Int32
 
 from ..compile.cache import cute_compile
 from ..compile.fake import fake_ids, fake_stream
-from ..configs.conv1d import BIAS, SETTLED, SILU, ConvDecodeKey
+from ..configs.conv1d import BIAS, PLAIN, SETTLED, SILU, ConvDecodeKey
 from ..device.conv import ConvMath, copy_into, fake_parameters, fake_rings, fake_tokens, window_ptr
 from ..device.memory import store_vector, widen, zero_vector
 from ..device.state_io import row_ptr, slot_is_valid
@@ -43,7 +43,7 @@ class ConvDecode:
         mWriteIds: cute.Tensor,  # (N,) int32
         mPositions: cute.Tensor,  # (N,) int32
         mOut: cute.Tensor,  # (N, C), may be mX
-        flags: Int32,  # SETTLED | BIAS | SILU
+        flags: Int32,  # SETTLED | BIAS | SILU | PLAIN
         stream,
     ):
         n, channels = cute.size(mX, mode=[0]), cute.size(mX, mode=[1])
@@ -52,7 +52,7 @@ class ConvDecode:
         grid = [(channels + width - 1) // width, cutlass.min(groups, Int32(GRID_Y)), (groups + GRID_Y - 1) // GRID_Y]
         self.kernel.set_name_prefix(self.key.symbol(), remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(mX, mWeight, mBias, mState, mReadIds, mWriteIds, mPositions, mOut, flags, n, channels).launch(
-            grid=grid, block=[self.key.threads, self.key.lanes, 1], stream=stream, use_pdl=True,
+            grid=grid, block=[self.key.threads, self.key.lanes, 1], stream=stream, use_pdl=(flags & PLAIN) == 0,
             min_blocks_per_mp=self.key.blocks, preferred_smem_carveout=0 if self.key.blocks else None,
         )  # fmt: skip
 

@@ -19,7 +19,7 @@ from cutlass.cute.runtime import make_fake_compact_tensor
 
 from ..compile.cache import cute_compile
 from ..compile.fake import fake_ids, fake_stream
-from ..configs.conv1d import BIAS, MAPPED, SETTLED, SILU, ConvCommitKey, ConvVerifyKey
+from ..configs.conv1d import BIAS, MAPPED, PLAIN, SETTLED, SILU, ConvCommitKey, ConvVerifyKey
 from ..device.conv import (
     ConvMath,
     copy_into,
@@ -135,7 +135,7 @@ class ConvVerify(_Conv):
         mRows: cute.Tensor,  # (N,) int32, log row of each batch row; any ids without MAPPED: row n has log row n
         mAccepted: cute.Tensor,  # (N,) int32
         mOut: cute.Tensor,  # (T, C)
-        flags: Int32,  # SETTLED | BIAS | SILU | MAPPED
+        flags: Int32,  # SETTLED | BIAS | SILU | MAPPED | PLAIN
         stream,
     ):
         rows, channels = cute.size(mReadIds, mode=[0]) + 1, cute.size(mX, mode=[1])
@@ -143,7 +143,7 @@ class ConvVerify(_Conv):
         self.kernel.set_name_prefix(self.key.symbol(), remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(
             mX, mWeight, mBias, mState, mReadIds, mWriteIds, mPositions, mCuSeqlens, mLog, mHalf, mRows, mAccepted, mOut, flags,
-        ).launch(grid=grid, block=[THREADS, 1, 1], stream=stream, use_pdl=True)  # fmt: skip
+        ).launch(grid=grid, block=[THREADS, 1, 1], stream=stream, use_pdl=(flags & PLAIN) == 0)  # fmt: skip
 
     @cute.kernel
     def kernel(

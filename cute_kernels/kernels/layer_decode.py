@@ -29,7 +29,7 @@ from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
 
 from ..compile.cache import cute_compile
 from ..compile.fake import fake_ids, fake_matrix, fake_stream, fake_vector
-from ..configs.layer import CONV_BIAS, CONV_WIDTH, NORM_BF16, SETTLED, SILU_GATE, LayerDecodeKey
+from ..configs.layer import CONV_BIAS, CONV_WIDTH, NORM_BF16, PLAIN, SETTLED, SILU_GATE, LayerDecodeKey
 from ..device.arith import fma_rn, mul_rn, sigmoid
 from ..device.conv import DTYPES, copy_into, fake_tokens, window_ptr
 from ..device.layer_parts import convolved, gated, output_gate
@@ -113,7 +113,7 @@ class LayerDecode:
             grid=[hv, cutlass.min(n, Int32(GRID_Y)), (n + GRID_Y - 1) // GRID_Y],
             block=[self.threads, 1, 1],
             stream=stream,
-            use_pdl=True,
+            use_pdl=(flags & PLAIN) == 0,
         )  # fmt: skip
 
     @cute.kernel

@@ -28,7 +28,7 @@ from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
 
 from ..compile.cache import cute_compile
 from ..compile.fake import fake_ids, fake_matrix, fake_stream, fake_vector
-from ..configs.layer import CONV_BIAS, CONV_WIDTH, MAPPED, NORM_BF16, SETTLED, SILU_GATE, LayerVerifyKey
+from ..configs.layer import CONV_BIAS, CONV_WIDTH, MAPPED, NORM_BF16, PLAIN, SETTLED, SILU_GATE, LayerVerifyKey
 from ..configs.verify import MAX_TOKENS
 from ..device.arith import fma_rn
 from ..device.conv import DTYPES, fake_tokens
@@ -94,7 +94,7 @@ class LayerVerify(RecurrentVerify):
             stream=stream,
             min_blocks_per_mp=self.layer.blocks,
             preferred_smem_carveout=100,
-            use_pdl=True,
+            use_pdl=(flags & PLAIN) == 0,
         )  # fmt: skip
 
     @cute.kernel

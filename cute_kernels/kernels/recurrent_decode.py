@@ -22,7 +22,7 @@ from cutlass.cute.runtime import make_fake_tensor
 
 from ..compile.cache import cute_compile
 from ..compile.fake import fake_ids, fake_stream, fake_vector
-from ..configs.recurrent import RecurrentDecodeKey
+from ..configs.recurrent import PLAIN, RecurrentDecodeKey
 from ..device.arith import sigmoid
 from ..device.conv import copy_into
 from ..device.memory import GMEM, load_vector, made_here, offset_ptr, smem_ptr, store_vector, zero_vector
@@ -83,7 +83,7 @@ class RecurrentDecode:
         mWriteIds: cute.Tensor,  # (N,) int32
         mOut: cute.Tensor,  # (N, HV, V) bf16
         l2norm: Int32,  # 0: q and k are normalised already
-        settled: Int32,  # 1: the kernel before this one wrote neither ids nor these slots
+        settled: Int32,  # 1: the kernel before this one wrote neither ids nor these slots; or PLAIN
         scale: Float32,
         lower_bound: Float32,
         stream,
@@ -100,7 +100,7 @@ class RecurrentDecode:
             grid=[hv * self.tiles, grid_y, grid_z],
             block=[self.threads, 1, 1],
             stream=stream,
-            use_pdl=self.key.pdl,
+            use_pdl=settled != PLAIN if const_expr(self.key.pdl) else False,
         )  # fmt: skip
 
     @cute.kernel

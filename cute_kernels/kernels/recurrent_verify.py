@@ -27,6 +27,7 @@ from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
 
 from ..compile.cache import cute_compile
 from ..compile.fake import fake_ids, fake_stream, fake_vector
+from ..configs.recurrent import PLAIN
 from ..configs.verify import MAX_TOKENS, VerifyKey
 from ..device.landed_rows import LandedRows
 from ..device.memory import load_vector, offset_ptr, smem_ptr, store_vector, zero_vector
@@ -95,7 +96,7 @@ class RecurrentVerify(LandedRows):
         indexed: Int32,  # 0: batch row n has log row n
         l2norm: Int32,  # 0: q and k are normalised already
         rounds: Int32,  # 1: round the state to a bf16 pool's dtype after every token, replayed ones included
-        settled: Int32,  # 1: the kernel before this one wrote no ids, counts or halves, nor these slots and log rows
+        settled: Int32,  # 1: the kernel before this one wrote no ids, counts or halves, nor these slots and log rows; or PLAIN
         scale: Float32,
         lower_bound: Float32,
         stream,
@@ -112,7 +113,7 @@ class RecurrentVerify(LandedRows):
             stream=stream,
             min_blocks_per_mp=self.key.blocks,
             preferred_smem_carveout=100 if self.key.blocks > 1 else None,
-            use_pdl=self.key.pdl,
+            use_pdl=settled != PLAIN if const_expr(self.key.pdl) else False,
         )  # fmt: skip
 
     @cute.kernel

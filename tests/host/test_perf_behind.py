@@ -44,7 +44,7 @@ def test_a_pair_costs_its_launch_beside_the_projection(small, geometry):
     problem = small(geometry)
     found = behind.behind(problem, {}, Counting(problem))
     assert found.pop("gemm") == 10.0
-    names = {"settled", "waiting", "layer", "layer waiting"}
+    names = {"settled", "waiting", "plain", "layer settled", "layer waiting", "layer plain"}
     assert found == {f"{where} {name}": 3.0 for where in ("bare", "behind") for name in names}
 
 
