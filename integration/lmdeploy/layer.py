@@ -41,8 +41,7 @@ def _decode(layer: Any, hidden_states: torch.Tensor, caches: Any, meta: CompactM
         meta.positions,
         gate_activation=layer.activation,
         eps=layer.layer_norm_epsilon,
-        # The launch before it is a projection, which writes neither ids nor states.
-        settled=True,
+        pdl=False,  # the launch before it is a projection, beside which nothing starts
         backend=layer.compact_backend,
     )
     result: torch.Tensor = layer.out_proj(out[None])

@@ -189,12 +189,12 @@ class CompactConv1dImpl(_Piecewise):
         out: torch.Tensor
         if meta.drafts is not None:
             log, accepted = meta.drafts.log(conv_state), meta.drafts.num_accepted
-            # The launch before it is a projection, which writes neither ids nor windows nor logs.
+            # The launch before it, and before a decode, is a projection, beside which nothing starts.
             out = cute_kernels.causal_conv1d_verify(
-                rows, taps, conv_state, *at, meta.cu_seqlens, log, accepted, settled=True, **common
+                rows, taps, conv_state, *at, meta.cu_seqlens, log, accepted, pdl=False, **common
             )
         elif meta.is_decoding:
-            out = cute_kernels.causal_conv1d_decode(rows, taps, conv_state, *at, **common)
+            out = cute_kernels.causal_conv1d_decode(rows, taps, conv_state, *at, pdl=False, **common)
         else:
             out = cute_kernels.causal_conv1d_prefill(
                 rows, taps, conv_state, *at, meta.cu_seqlens, checkpoints=meta.checkpoints, **common
