@@ -17,7 +17,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint8, Uint32, const_expr
 
-from .kda_layout import chunk_of_slot, first_slot
+from .kda_layout import chunk_of_row, chunk_of_slot, first_slot
 from .prefill_layout import CHUNK
 from .record_flags import clear_flag, let_start, publish
 from .warp_ops import load_shared, store_shared
@@ -215,20 +215,20 @@ def add_up(value):
 
 
 @cute.jit
-def slot_in_turn(inputs: cutlass.Constexpr, turn: Int32) -> Int32:
-    """The slot of the `turn`-th chunk in the order of need, or -1 behind the last one; all lanes of one warp, a row each.
+def slot_in_turn(inputs: cutlass.Constexpr, turn: Int32):
+    """(slot, row) of the `turn`-th chunk in the order of need, or -1 behind the last one; all lanes of one warp, a row each.
 
     Of rows that run in parts each segment counts as a row (where it begins within a chunk or two: only the order depends on it).
     What the transition launch does not walk, last segments and short rows, comes behind all that it does.
     """
-    slot = turn if turn < inputs.slots else Int32(-1)
+    slot, row = turn if turn < inputs.slots else Int32(-1), Int32(0)
     if load_shared(inputs.info + ROW, 1, Int32) < 0:
-        slot = slot_among_rows(inputs, turn)
-    return slot
+        slot, row = slot_among_rows(inputs, turn)
+    return slot, row
 
 
 @cute.jit
-def slot_among_rows(inputs: cutlass.Constexpr, turn: Int32) -> Int32:
+def slot_among_rows(inputs: cutlass.Constexpr, turn: Int32):
     """The same where there are several rows, checkpoints or earlier launches."""
     cu, entry_cu, _ = inputs.plan
     lane, rows, parts = cute.arch.lane_idx(), inputs.rows, inputs.parts
@@ -268,8 +268,9 @@ def slot_among_rows(inputs: cutlass.Constexpr, turn: Int32) -> Int32:
     here = (level >= late) & (level < late + count)
     mask = cute.arch.vote_ballot_sync(here)
     own = cute.arch.popc(mask & ((Int32(1) << lane) - 1))
-    slot = begin + level - late if here & (own == rank) else Int32(-1)
-    return cute.arch.warp_redux_sync(slot, "max")
+    chosen = here & (own == rank)
+    slot = begin + level - late if chosen else Int32(-1)
+    return cute.arch.warp_redux_sync(slot, "max"), cute.arch.warp_redux_sync(row if chosen else Int32(0), "max")
 
 
 @cute.jit
@@ -331,9 +332,9 @@ def next_in_turn(inputs: cutlass.Constexpr, item: Int32):
     heads, slot, stop = inputs.heads, Int32(0), load_shared(inputs.info + 64, 1, Int32)
     token, start, count, entry = Int32(0), Int32(0), Int32(0), Int32(-1)
     while (item < stop) & (count == 0):
-        slot = slot_in_turn(inputs, item // heads)
+        slot, row = slot_in_turn(inputs, item // heads)
         if slot >= 0:
-            token, start, count, entry = look_up(inputs, slot)
+            token, start, count, entry = look_up(inputs, slot, row)
         item = item if count > 0 else following(inputs, item)
     return item, slot, item % heads, token, start, count, entry
 
@@ -347,19 +348,17 @@ def following(inputs: cutlass.Constexpr, item: Int32) -> Int32:
 
 
 @cute.jit
-def look_up(inputs: cutlass.Constexpr, slot: Int32):
-    """(first token, start in the row, count, first entry) of a chunk slot; all lanes of one warp."""
+def look_up(inputs: cutlass.Constexpr, slot: Int32, row: Int32 | None = None):
+    """(first token, start in the row, count, first entry) of a chunk slot, whose row may be known; all lanes of one warp."""
     length = load_shared(inputs.info + ROW, 1, Int32)
     token, start, count, entry = Int32(0), slot * CHUNK, clamp(length - slot * CHUNK, Int32(CHUNK)), Int32(-1)
     if length < 0:
-        token, start, count, entry = chunk_of_slot(
-            *inputs.plan,
-            inputs.first_chunk + slot,
-            inputs.rows,
-            cute.arch.lane_idx(),
-            inputs.has_entries,
-            inputs.min_tokens,
-        )
+        place, plan = inputs.first_chunk + slot, inputs.plan
+        facts = (cute.arch.lane_idx(), inputs.has_entries, inputs.min_tokens)
+        if const_expr(row is None):
+            token, start, count, entry = chunk_of_slot(*plan, place, inputs.rows, *facts)
+        else:
+            token, start, count, entry = chunk_of_row(*plan, row, place, *facts)
     return token + start, start, count, entry
 
 
@@ -369,7 +368,7 @@ def prepare(inputs: cutlass.Constexpr, item: Int32, warp: Int32, line: Int32, li
     number = Int32(0)
     while item < inputs.stop:
         if number % OTHERS == warp:
-            slot = slot_in_turn(inputs, item // inputs.heads)
+            slot, _ = slot_in_turn(inputs, item // inputs.heads)
             if (slot >= 0) & (cute.arch.lane_idx() == 0):
                 clear_flag(flag_address(inputs, slot, item % inputs.heads))
         number += 1

@@ -190,12 +190,27 @@ def chunk_of_slot(
     has_entries: Int32,
     min_tokens: Int32,
 ):
-    """(row's first token, start, count, first entry or -1) of a chunk slot; start counts from the row's first token.
+    """`chunk_of_row` of the row that owns a slot; all lanes of one warp."""
+    row = row_of_slot(mCu, mEntryCu, slot, rows, lane, has_entries)
+    return chunk_of_row(mCu, mEntryCu, mEnds, row, slot, lane, has_entries, min_tokens)
+
+
+@cute.jit
+def chunk_of_row(
+    mCu: cute.Tensor,
+    mEntryCu: cute.Tensor,
+    mEnds: cute.Tensor,
+    row: Int32,
+    slot: Int32,
+    lane: Int32,
+    has_entries: Int32,
+    min_tokens: Int32,
+):
+    """(row's first token, start, count, first entry or -1) of a row's chunk slot; start counts from the row's first token.
 
     A row's chunks end at every multiple of 64 tokens, at every checkpoint and at its length: they depend on this row alone.
     A slot without a chunk has count 0, as have all slots of rows with fewer than `min_tokens` tokens.
     """
-    row = row_of_slot(mCu, mEntryCu, slot, rows, lane, has_entries)
     token = Int32(mCu[row])
     length = Int32(mCu[row + 1]) - token
     length = length if length >= min_tokens else Int32(0)

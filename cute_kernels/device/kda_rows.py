@@ -60,13 +60,15 @@ def store_float(address, value, predicate):
     cute.arch.inline_ptx("st.shared.f32 [{$r0}], {$r1};", read_only_args=[address, value], predicate=predicate)
 
 
-def store_bulk(target, source, size):
-    """Start the copy of shared memory to a global byte address, a group of its own; one warp."""
+@cute.jit
+def store_bulk(target: Int64, source: Int32, size: cutlass.Constexpr, piece: cutlass.Constexpr):
+    """Start the copy of shared memory to a global byte address, a group of its own, in pieces of so many bytes; one warp."""
     with cute.arch.elect_one():
-        cute.arch.inline_ptx(
-            "cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};",
-            read_only_args=[target, source, Int32(size)],
-        )
+        for at in cutlass.range(0, size, min(size, piece), unroll=1):
+            cute.arch.inline_ptx(
+                "cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};",
+                read_only_args=[target + Int64(at), source + at, Int32(min(size, piece))],
+            )
     cute.arch.cp_async_bulk_commit_group()
 
 

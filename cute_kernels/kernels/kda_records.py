@@ -77,6 +77,7 @@ from ..device.warp_ops import load_shared, reread, store_shared
 
 THREADS, LOADER = kda_items.THREADS, kda_items.LOADER
 IDLE = 3  # warp that has no part in merging the inverse's blocks
+PIECE_BYTES = 4096  # of bulk stores where memory is the limit; beside the recurrence a first record comes sooner in two
 NORM_EPS = 1e-6
 MINUS_INFINITY_PAIR = 0xFF80FF80  # bf16 raw gates whose decay is exactly 1
 SUMS_PITCH = 32  # bytes of a row's sums: k.k, q.q and q.k, each of two halves of the channels
@@ -437,8 +438,9 @@ class KdaRecords:
             cute.arch.fence_view_async_shared()
             kda_items.sync(inputs)
             if cute.arch.make_warp_uniform(tidx // 32) == LOADER:
-                store_bulk(record + KU_OFFSET, inputs.start + 2 * OPERAND_BYTES, OPERAND_BYTES)
-                store_bulk(record + KG_OFFSET, inputs.start, 2 * OPERAND_BYTES)
+                piece = const_expr(2 * OPERAND_BYTES if self.key.overlapped else PIECE_BYTES)
+                store_bulk(record + KU_OFFSET, inputs.start + 2 * OPERAND_BYTES, OPERAND_BYTES, piece)
+                store_bulk(record + KG_OFFSET, inputs.start, 2 * OPERAND_BYTES, piece)
 
             # 4  pairs with earlier blocks, their sums over both halves, L and P
             for b in cutlass.range_constexpr(4):
