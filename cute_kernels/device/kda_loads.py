@@ -45,13 +45,13 @@ def load_early(
     for slot in cutlass.range(begin, end, unroll=1):
         token, count = Int32(mTable[slot, 0]), Int32(mTable[slot, 1])
         if count > 0:
-            known = wait_record(form, flags, pitch, slot, end, known, lane)
             ring.wait_empty(stage, parity)
             ring.expect(stage, size)
             target = base + stage * (form.early_bytes // 4)
-            bulk_load(target, records + Int64(slot) * pitch + KG_OFFSET, OPERAND_BYTES, ring.full + stage)
-            if values:
+            if values:  # which come from further away than a record and need not wait for it
                 load_values(form, ring, tma_v, gV, value_layout, target + OPERAND_BYTES // 4, token, column, stage)
+            known = wait_record(form, flags, pitch, slot, end, known, lane)
+            bulk_load(target, records + Int64(slot) * pitch + KG_OFFSET, OPERAND_BYTES, ring.full + stage)
             stage, parity = advance(stage, parity, form.early_stages)
 
 
