@@ -233,6 +233,20 @@ def test_E15_a_token_buffer_longer_than_the_sequences(path):
     check_longer_token_buffer(RUN[path], "kda")
 
 
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("length", [17, 300, 640])
+def test_one_row_shorter_than_its_buffer(length, path):
+    """A call's only row, whose chunks need no search, ends before the tokens do: chunks behind it are none."""
+    inputs = delta_inputs("kda", "randn", 1000, 2, 4, device="cuda")
+    read, write, cu = ids(0, device="cuda"), ids(1, device="cuda"), cu_seqlens([length], device="cuda")
+    pool = filled_pool(2, 4, torch.float32, "randn", range(1))
+    exact = pool.clone()
+    out = RUN[path](*inputs.tensors, pool, read, write, cu)
+    alone = RUN[path](*inputs.rows(slice(0, length)).tensors, exact, read, write, cu)
+    assert torch.equal(bits(out[:length]), bits(alone))
+    assert torch.equal(bits(pool), bits(exact))
+
+
 @pytest.mark.parametrize("lengths", [[65, 64], [1, 63], [127, 1], [70, 130, 5]])
 @pytest.mark.parametrize("value", [1e4, math.nan, math.inf])
 def test_E8_neighbours_change_no_bit(lengths, value):
