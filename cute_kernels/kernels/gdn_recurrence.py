@@ -100,7 +100,10 @@ class GdnRecurrence:
     """The kernel of one key."""
 
     def __init__(self, key):
-        self.key, self.slabs = key, key.slabs
+        self.key, self.slabs, self.transition = key, key.slabs, key.transition
+        self.width, self.value_stages = 64 * key.slabs, VALUE_STAGES[key.slabs]  # V columns of a block
+        self.stages, self.pairs_with_inputs = INPUT_STAGES, key.slabs == 1
+        self.notes_outputs = True
         self.threads = 128 * (key.slabs + 2)
         self.value_bytes = key.slabs * TILE_BYTES
         # Without queries the transition loads neither Q nor P.
@@ -169,7 +172,7 @@ class GdnRecurrence:
 
         self.storage = Storage
         # Chains keep their multiprocessors; beside first ones a transition is a block, which the chip takes as it gets free.
-        if cutlass.const_expr(self.key.transition):
+        if cutlass.const_expr(self.transition):
             items = hv * long_rows * (2 * parts - 4)
         else:
             chains = long_rows * (parts - 1) if inner != 0 else cute.size(mReadIds)
@@ -237,14 +240,14 @@ class GdnRecurrence:
             join()
             halves, chains = takes_halves(mCuSeqlens, min_tokens, hv, tidx % 32)
             idle = (choose == OR_ONE_LAUNCH) & (halves == 0)
-            if cutlass.const_expr(not self.key.transition):
+            if cutlass.const_expr(not self.transition):
                 other_form = (halves != 0) != (slabs == 1)
                 idle = idle | ((inner == 0) & (other_form | (item // (3 - slabs) >= chains * hv)))
             leave_idle(idle, item)
-        if (inner != 0) | self.key.transition:
+        if (inner != 0) | self.transition:
             join()
             found = count_long_rows(mCuSeqlens, cute.size(mReadIds), long_length, tidx % 32)
-            items = hv * found * (2 * parts - 4 if self.key.transition else parts - 1)
+            items = hv * found * (2 * parts - 4 if self.transition else parts - 1)
             other_form = (inner == CHOSEN) & ((items <= BLOCKS[1]) != (slabs == 1))
             leave_idle((item // (3 - slabs) >= items) | other_form, item)
             inner = cutlass.min(inner, 1)
@@ -285,12 +288,12 @@ class GdnRecurrence:
                 run_ends(shared, lane)
             elif place == 1:
                 self.run_producer(
-                    shared, item, blocks // (3 - slabs), slab, lane, tma_q, gQ, tma_k, gK, tma_v, gV, sQ, sK, sV, mPool,
+                    shared, item, blocks // (3 - slabs), 64 * slab, lane, tma_q, gQ, tma_k, gK, tma_v, gV, sQ, sK, sV, mPool,
                     mReadIds, mWriteIds, mCuSeqlens, mKeptCu, mKeptEnds, mKeptSlots, mRecords, hk, hv, num_slots,
                     has_checkpoints, min_tokens, long_rows, long_length, parts, lead, inner,
                 )  # fmt: skip
             elif place == 2:
-                if cutlass.const_expr(not self.key.transition):
+                if cutlass.const_expr(not self.transition):
                     run_output(shared, lane, tma_out, gOut, sV, mOut)
         leave()
 
@@ -302,7 +305,7 @@ class GdnRecurrence:
         for stages, producers, consumers in (
             (INPUT_STAGES, 1, state),  # K, Q, vectors, chunk record; T', P of half a head
             (WORK_STAGES, self.slabs, state),  # rows beyond the end zeroed; T', P of a whole head
-            (value_stages, 1, state if self.key.transition else 1),  # V, empty when its output has gone
+            (value_stages, 1, state if self.transition else 1),  # V, empty when its output has gone
             (value_stages, state, 1),  # output, full only
         ):
             rings.append(Ring(barriers + used, stages, producers, consumers))
@@ -322,17 +325,19 @@ class GdnRecurrence:
 
     @cute.jit
     def run_producer(
-        self, shared, item, step, slab, lane, tma_q, gQ, tma_k, gK, tma_v, gV, sQ, sK, sV, mPool, mReadIds, mWriteIds,
+        self, shared, item, step, first, lane, tma_q, gQ, tma_k, gK, tma_v, gV, sQ, sK, sV, mPool, mReadIds, mWriteIds,
         mCuSeqlens, mKeptCu, mKeptEnds, mKeptSlots, mRecords, hk, hv, num_slots, has_checkpoints, min_tokens, long_rows,
         long_length, parts, lead, inner,
     ):  # fmt: skip
-        """Walk the block's items, one of every `step`, and the chunk list of each: chunk records and loads."""
-        value_stages = VALUE_STAGES[self.slabs]
+        """Walk the block's items, one of every `step`, and the chunk list of each: chunk records and loads.
+
+        `first` is the block's first V column of its head.
+        """
         stage, parity, work, work_parity = Int32(0), Int32(0), Int32(0), Int32(0)
         stage_v, parity_v = Int32(0), Int32(0)
         length_class, base, seen = Int32(0), Int32(0), Int32(0)
         each, others, first_place = 2 * parts - 4, 0, 1
-        if cutlass.const_expr(not self.key.transition):
+        if cutlass.const_expr(not self.transition):
             long_length = long_length if long_rows > 0 else Int32(WORK_LIMIT)
             each, others, first_place = (parts - 1 if inner != 0 else Int32(1)), 1 - inner, inner
         chunk_slots = cute.size(mRecords, mode=[0]) // hv
@@ -349,14 +354,14 @@ class GdnRecurrence:
             if sequence >= 0:
                 flags, position, stop, read, write, last_flag = find_work(
                     sequence, place + first_place, lane, mReadIds, mWriteIds, mCuSeqlens, long_length, parts,
-                    lead, self.key.transition, True,
+                    lead, self.transition, True,
                 )  # fmt: skip
             turn += 1
             head = dealt % hv
             entry, entry_end, start, slot = Int32(0), Int32(0), Int32(0), Int32(0)
             if (flags & Flag.STOP) == 0:
                 if (flags & Flag.WORKSPACE) == 0:
-                    prefetch_state(mPool, read, num_slots, head, 64 * slab, 64 * self.slabs)
+                    prefetch_state(mPool, read, num_slots, head, first, self.width)
                 start = mCuSeqlens[sequence]
                 slot = slot_of_position(
                     mCuSeqlens, mKeptCu, mKeptEnds, mKeptSlots, num_slots, has_checkpoints, sequence, position, lane
@@ -373,39 +378,41 @@ class GdnRecurrence:
                 last = end == stop
                 flags = flags | last_flag if last else flags
                 source = record_address(mRecords, slot, hv, head)
-                if slot >= known:
-                    known = published(ready, hv * RECORD_BYTES, slot, chunk_slots, lane)
                 shared.inputs.wait_empty(stage, parity)
                 with cute.arch.elect_one():
                     write_record(shared.records, stage, [token, count, flags, head, read, write, kept, sequence])
                 full = shared.inputs.full + stage
-                shared.inputs.expect(stage, self.input_bytes + (self.pair_bytes if self.slabs == 1 else 0))
+                shared.inputs.expect(stage, self.input_bytes + (self.pair_bytes if self.pairs_with_inputs else 0))
                 load_tile(tma_k, gK, sK, token, k_column, stage, full)
-                vector = shared.vector_base + stage * VECTOR_BYTES + KEPT_VECTOR
-                self.bulk_load(vector, source + VECTOR_OFFSET, KEPT_BYTES, full)
-                if cutlass.const_expr(self.slabs == 1):
-                    self.load_pairs(shared, source, stage, full)
-                if cutlass.const_expr(not self.key.transition):
+                # Of a record that is waited for, the rest is on its way before.
+                late = slot >= known
+                if not late:
+                    self.load_record(shared, source, stage, full)
+                if cutlass.const_expr(not self.transition):
                     load_tile(tma_q, gQ, sQ, token, k_column, stage, full)
-                self.load_v(shared, tma_v, gV, sV, token, head * HEAD + slab * 64, count, flags, stage_v, parity_v)
-                stage_v, parity_v = advance(stage_v, parity_v, value_stages)
+                self.load_v(shared, tma_v, gV, sV, token, head * HEAD + first, count, flags, stage_v, parity_v)
+                if late:
+                    known = published(ready, hv * RECORD_BYTES, slot, chunk_slots, lane)
+                    self.load_record(shared, source, stage, full)
+                stage_v, parity_v = advance(stage_v, parity_v, self.value_stages)
                 # What is freed last is loaded last: T', P of a whole head have one stage less than K, Q and V.
-                if cutlass.const_expr(self.slabs == 2):
+                if cutlass.const_expr(not self.pairs_with_inputs):
                     shared.ready.wait_empty(work, work_parity)
                     shared.ready.expect(work, self.pair_bytes)
                     self.load_pairs(shared, source, work, shared.ready.full + work)
                     work, work_parity = advance(work, work_parity, WORK_STAGES)
-                stage, parity = advance(stage, parity, INPUT_STAGES)
+                stage, parity = advance(stage, parity, self.stages)
                 position = end
                 slot += 1
                 flags = Int32(int(Flag.STOP)) if last else flags & Flag.IDENTITY
         shared.v.wait_empty(stage_v, parity_v)
         shared.inputs.wait_empty(stage, parity)
-        if cutlass.const_expr(self.slabs == 2):
+        if cutlass.const_expr(not self.pairs_with_inputs):
             shared.ready.wait_empty(work, work_parity)
             shared.ready.publish(work)
         with cute.arch.elect_one():
-            store_shared(shared.outputs + stage_v * 16, Int32(0), Int32(0), Int32(-1), Int32(0))
+            if cutlass.const_expr(self.notes_outputs):
+                store_shared(shared.outputs + stage_v * 16, Int32(0), Int32(0), Int32(-1), Int32(0))
             write_record(shared.records, stage, [Int32(0), Int32(0), Int32(int(Flag.STOP)), *[Int32(-1)] * 5])
         shared.inputs.publish(stage)
 
@@ -419,12 +426,19 @@ class GdnRecurrence:
             shared.v.publish(stage)
         else:
             shared.v.expect(stage, self.value_bytes)
-            load_tile(tma_v, gV, sV, token, column, stage, shared.v.full + stage, 64 * self.slabs)
+            load_tile(tma_v, gV, sV, token, column, stage, shared.v.full + stage, self.width)
+
+    def load_record(self, shared, source, stage, full):
+        """Start the loads of a record's vectors, and of T' and P where they come with K and Q, into a stage of inputs."""
+        vector = shared.vector_base + stage * VECTOR_BYTES + KEPT_VECTOR
+        self.bulk_load(vector, source + VECTOR_OFFSET, KEPT_BYTES, full)
+        if self.pairs_with_inputs:
+            self.load_pairs(shared, source, stage, full)
 
     def load_pairs(self, shared, source, stage, full):
         """Start the loads of T' and P of a record into a stage."""
         self.bulk_load(shared.t_base + stage * TILE_BYTES, source, TILE_BYTES, full)
-        if not self.key.transition:
+        if not self.transition:
             self.bulk_load(shared.p_base + stage * TILE_BYTES, source + P_OFFSET, TILE_BYTES, full)
 
     def bulk_load(self, target, source, size, full):
@@ -479,27 +493,27 @@ class GdnRecurrence:
             warpgroup.fence()
             contract(read_mma, Y, left_s, right_k, stage, HEAD // 16, False)
             warpgroup.commit_group()
-            if cutlass.const_expr(not self.key.transition):
+            if cutlass.const_expr(not self.transition):
                 contract(read_mma, O, left_s, right_q, stage, HEAD // 32, False)
                 warpgroup.commit_group()
-            warpgroup.wait_group(0 if self.key.transition else 1)
+            warpgroup.wait_group(0 if self.transition else 1)
             self.subtract(Y, values, factors, (flags & Flag.IDENTITY) != 0)
             left_x = as_left_operand(Y, token_shape, Float16)
             warpgroup.fence()
             V = token_halves()
             contract_triangle(token_mma, V, left_x, right_t, pair, False)
             warpgroup.commit_group()
-            if cutlass.const_expr(not self.key.transition):
+            if cutlass.const_expr(not self.transition):
                 contract(read_mma, O, left_s, right_q, stage, HEAD // 16, True, HEAD // 32)
                 warpgroup.commit_group()
             scale_state(S, load_shared(vector + DECAY, 1))
             rest = load_factors(vector + REST, lane)
-            warpgroup.wait_group(0 if self.key.transition else 1)
+            warpgroup.wait_group(0 if self.transition else 1)
             left_w = scaled_halves_as_left_operand(V, rest, token_shape)
             warpgroup.fence()
             contract_half(update_mma, S, left_w, right_u, stage, 0)
             warpgroup.commit_group()
-            if cutlass.const_expr(not self.key.transition):
+            if cutlass.const_expr(not self.transition):
                 left_v = halves_as_left_operand(V, token_shape)
                 warpgroup.wait_group(1)
                 halves = token_halves()
@@ -520,18 +534,18 @@ class GdnRecurrence:
             next_record = read_record(shared.records, seen)
             next_vector = shared.vector_base + seen * VECTOR_BYTES + X_FACTOR
             find_values(values, factors, own_values + seen_v * self.value_bytes, next_vector, warp, lane)
-            if cutlass.const_expr(not self.key.transition):
+            if cutlass.const_expr(not self.transition):
                 warpgroup.wait_group(1)
                 store_output_tile(packed_halves(halves, pack_bf16), Int32(1), tile, warp, lane)
                 shared.output.publish(stage_v)
             warpgroup.wait_group(0)
             shared.inputs.release(stage)
             shared.ready.release(work)
-            if cutlass.const_expr(self.key.transition):
+            if cutlass.const_expr(self.transition):
                 shared.v.release(stage_v)
             ends = flags & (Flag.LAST | Flag.HANDS_ON)
             if (record[Field.CHECKPOINT] >= 0) | (ends != 0) | (found == 0):
-                if cutlass.const_expr(self.key.transition):
+                if cutlass.const_expr(self.transition):
                     if ends != 0:
                         store_state(S, mWork, record[Field.WRITE], Int32(WORK_LIMIT), head, row, column)
                 else:
@@ -545,14 +559,14 @@ class GdnRecurrence:
                     next_record = read_record(shared.records, next_stage)
             stage, stage_v, parity_v = next_stage, next_v, next_parity_v
             work, work_parity, record = next_work, next_parity, next_record
-        if cutlass.const_expr(not self.key.transition):
+        if cutlass.const_expr(not self.transition):
             shared.output.publish(stage_v)
 
     def subtract(self, Y, values, factors, identity):
         """Y <- V^T - factor Y; without V where the state starts as the identity. V is zero beyond a short chunk's end."""
         for i in range(16):
             word = values[i]
-            if self.key.transition:
+            if self.transition:
                 word = pick(identity, Uint32(0), word)
             v = unpack_bf16(word)
             for e in range(2):
@@ -562,7 +576,7 @@ class GdnRecurrence:
     def start_state(self, S, mPool, mWork, record, num_slots, row, column):
         """The state before a block's first chunk: from the pool, from the workspace, or the identity."""
         head, slot, flags = record[Field.HEAD], record[Field.READ], record[Field.FLAGS]
-        if cutlass.const_expr(self.key.transition):
+        if cutlass.const_expr(self.transition):
             S.fill(0.0)
             if (flags & Flag.IDENTITY) != 0:
                 identity_state(S, row, column)
