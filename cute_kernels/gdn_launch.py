@@ -11,14 +11,17 @@ import torch
 from .checkpoints import Checkpoints
 from .compile.cache import jit_cache
 from .configs.gdn_records import (
+    COLUMNS,
     MOST_ROWS,
     NO_ROW,
     RECORD_BYTES,
+    GdnColumnsKey,
     GdnRecordsKey,
     GdnRecurrenceKey,
     forms,
     parts_from_records,
     recurrence_slabs,
+    takes_columns,
 )
 from .configs.prefill import (
     LONG_LENGTH,
@@ -30,6 +33,7 @@ from .configs.prefill import (
     slabs_per_block,
 )
 
+gdn_columns = jit_cache("gdn_columns")
 gdn_prefill = jit_cache("gdn_prefill")
 gdn_records = jit_cache("gdn_records")
 gdn_recurrence = jit_cache("gdn_recurrence")
@@ -61,6 +65,7 @@ def launch_chunked(
     long_length: int = LONG_LENGTH,
     slabs: Literal[1, 2] | None = None,
     records: bool | None = None,
+    columns: bool | None = None,
 ) -> None:
     """Run packed sequences of any lengths, zero included, on the current stream.
 
@@ -68,8 +73,8 @@ def launch_chunked(
     fewer than `min_tokens` tokens is read or written, nor are rows of `out` beyond `cu_seqlens[N]`. Rows of `long_length`
     tokens or more run in parts (`kernels/gdn_prefill.py`), which takes a workspace of 128 KiB a head and inner segment; how
     many there may be follows from shapes alone. `slabs` is that of `GdnPrefillKey`, by default what ends soonest; `records` says
-    whether records are made first, which takes a workspace of 17.6 KiB a chunk and head, for at most 32 sequences.
-    Neither changes a bit.
+    whether records are made first, which takes a workspace of 17.6 KiB a chunk and head, for at most 32 sequences; `columns`
+    whether their recurrence has blocks of some columns of a head. None of them changes a bit.
     """
     tokens, hk, width = q.shape
     hv, rows = v.shape[1], read_ids.shape[0]
@@ -87,6 +92,8 @@ def launch_chunked(
     parts, recorded_parts = parts_of_long_rows(hv), parts_from_records(hv)
     long_rows = min(tokens // long_length, rows) if parts > 1 else 0
     recorded_rows = long_rows if recorded_parts > 1 else 0
+    if columns is None:
+        columns = takes_columns(hv * rows) and not (slabs or one or choose or recorded_rows)
     if tokens == 0:  # states still move between slots; the loads of a chunk without tokens need an address
         q, k, v, out = (x.new_zeros(1, *x.shape[1:]) for x in (q, k, v, out))
         a, b = (x.new_zeros(1, hv) for x in (a, b))
@@ -106,22 +113,27 @@ def launch_chunked(
         cut = (min_tokens, long_rows, long_length, parts, lead)
         gdn_prefill(chunk)(q, k, v, a, b, A_log, dt_bias, *places, *sizes, l2norm, *cut, choose, scale)
 
+    recorded_cut = (min_tokens, recorded_rows, long_length, recorded_parts, lead)
+
     def recur(transition: bool, half: Literal[1, 2], inner: int) -> None:
-        cut = (min_tokens, recorded_rows, long_length, recorded_parts, lead)
         key = GdnRecurrenceKey(name, transition, slabs or half)
-        gdn_recurrence(key)(q, k, v, *places, made, *sizes, *cut, inner, choose)
+        gdn_recurrence(key)(q, k, v, *places, made, *sizes, *recorded_cut, inner, choose)
 
     if records:
         made = torch.empty(chunk_slots * hv, RECORD_BYTES // 4, dtype=torch.int32, device=q.device)
         first = slabs or recurrence_slabs(hv * rows)
+        blocks = width // COLUMNS if columns else 3 - first  # of a head
         gdn_records(GdnRecordsKey())(
             q, k, a, b, A_log, dt_bias, cu_seqlens, *plan, made, *sizes, l2norm, min_tokens,
-            long_length if recorded_rows else NO_ROW, recorded_parts, lead, 3 - first, hv // hk, choose, scale,
+            long_length if recorded_rows else NO_ROW, recorded_parts, lead, blocks, hv // hk, choose, scale,
         )  # fmt: skip
-        for half in FIRST_FORMS[choose] or (first,):
-            recur(False, half, 0)
+        if columns:
+            gdn_columns(GdnColumnsKey(name))(q, k, v, *places, made, *sizes, *recorded_cut)
+        else:
+            for half in FIRST_FORMS[choose] or (first,):
+                recur(False, half, 0)
         if recorded_rows:
-            recur(True, recurrence_slabs(heads * (2 * parts - 4), hv * rows * (3 - first)), 0)
+            recur(True, recurrence_slabs(heads * (2 * parts - 4), hv * rows * blocks), 0)
     if one and long_rows:  # as if all rows were of one length: what is known without reading it
         one_launch(True, long_rows * (2 * parts - 3))
     if parts > 2 and long_rows:

@@ -1,7 +1,7 @@
 """GDN prefill from records: its two kernels' specialisations, and which calls take it.
 
 Budget of one block of the recurrence, shared memory: K, Q 3 x 32 KiB, vectors 3 x 2.4 KiB; half a head:
-V 4 x 8 KiB, T', P 3 x 16 KiB; a whole one: V 3 x 16 KiB, T', P 2 x 16 KiB.
+V 4 x 8 KiB, T', P 3 x 16 KiB; a whole one: V 3 x 16 KiB, T', P 2 x 16 KiB; some columns of one: four of each, V 2 KiB.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ MOST_CHOSEN_ROWS = 256  # of a call that lengths choose a form for, see device/g
 MOST_HEADS = 96  # of all rows of such a call
 NO_ROW = 2**31 - 1  # tokens that no row has
 WORKSPACE_BYTES = 1 << 29  # most that a call may take for records
+COLUMNS = 16  # of V, of a block of `kernels/gdn_columns.py`
 CHUNK_US = {1: 1.1, 2: 1.6}  # of the recurrence, of a block with half a head and with a whole one
 
 
@@ -45,6 +46,17 @@ class GdnRecurrenceKey:
         state = "f32" if self.state_dtype == "float32" else "bf16"
         kind = "recurrence_transition" if self.transition else "recurrence"
         return f"gdn_{kind}_{state}{'_half' if self.slabs == 1 else ''}"
+
+
+@dataclass(frozen=True)
+class GdnColumnsKey:
+    """Everything that changes the code of `kernels/gdn_columns.py`: the pool's element type."""
+
+    state_dtype: StateDtype = "float32"
+
+    def symbol(self) -> str:
+        """C identifier of this specialisation."""
+        return f"gdn_columns_{'f32' if self.state_dtype == 'float32' else 'bf16'}"
 
 
 def takes_records(slots: int, heads: int, rows: int) -> bool:
@@ -97,6 +109,15 @@ def recurrence_slabs(items: int, taken: int = 0) -> Literal[1, 2]:
     return 1 if halves < wholes else 2
 
 
+def takes_columns(heads: int) -> bool:
+    """Whether blocks of some columns of a head end sooner for so many heads of all rows; a function of shapes alone.
+
+    They do where all are on the chip at once, beside the records of few heads or behind those of more. Rows in parts do without:
+    their transitions take the multiprocessors.
+    """
+    return heads * (128 // COLUMNS) <= MULTIPROCESSORS
+
+
 def shipped() -> list[Entry]:
     """The specialisations built ahead of time."""
     chunks = [
@@ -109,4 +130,8 @@ def shipped() -> list[Entry]:
         for transition in (False, True)
         for slabs in (1, 2)
     ]
-    return [Entry("gdn_records", GdnRecordsKey(), ResourceBudget(max_registers=168)), *chunks]
+    columns = [
+        Entry("gdn_columns", GdnColumnsKey(state), ResourceBudget(max_registers=128))
+        for state in ("float32", "bfloat16")
+    ]
+    return [*columns, Entry("gdn_records", GdnRecordsKey(), ResourceBudget(max_registers=168)), *chunks]

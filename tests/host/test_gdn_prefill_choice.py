@@ -11,6 +11,7 @@ from compact_state.cute_kernels.configs.gdn_records import (
     forms,
     parts_from_records,
     recurrence_slabs,
+    takes_columns,
     takes_records,
 )
 from compact_state.cute_kernels.configs.prefill import (
@@ -67,6 +68,16 @@ def test_heads_are_halved_where_other_work_leaves_room():
 @pytest.mark.parametrize("items", [1, MULTIPROCESSORS // 2])
 def test_the_recurrence_halves_heads_where_every_half_has_a_multiprocessor(items):
     assert recurrence_slabs(items) == 1
+
+
+@pytest.mark.parametrize("heads", [1, 8, 16])
+def test_some_columns_of_a_head_a_block_where_all_are_on_the_chip_at_once(heads):
+    assert takes_columns(heads)
+
+
+@pytest.mark.parametrize("heads", [17, 32, 66])
+def test_no_columns_where_their_blocks_would_wait_for_each_other(heads):
+    assert not takes_columns(heads)
 
 
 @pytest.mark.parametrize("heads", [1, 8, 9, 64])

@@ -156,8 +156,12 @@ def bits_of(inputs, lengths, slots, dtype, read, write, kept, **options):
     return bits(out), bits(pool)
 
 
+FROM_RECORDS = [{"slabs": 1}, {"slabs": 2}, {"columns": True}, {}]
+
+
 def check_equal_forms(lengths, dtype, kept=None, hk=2, hv=4, read=None, write=None, **options):
-    """Records first or all in one launch, a whole head a block, half of one or what lengths choose: every bit is the same."""
+    """Records first or all in one launch, a whole head a block, half of one, some columns of one or what lengths choose: every
+    bit is the same."""
     n = len(lengths)
     inputs = delta_inputs("gdn", "trained", sum(lengths), hk, hv, device="cuda", seed=sum(lengths))
     read = torch.arange(n, dtype=torch.int32, device="cuda") if read is None else read
@@ -165,8 +169,8 @@ def check_equal_forms(lengths, dtype, kept=None, hk=2, hv=4, read=None, write=No
     slots = 2 * n + sum(len(row) for row in kept or ())
     arguments = (inputs, lengths, slots, dtype, read, write, kept)
     expected = bits_of(*arguments, records=False, slabs=2, **options)
-    for slabs in (1, 2, None):
-        for one, other in zip(bits_of(*arguments, records=True, slabs=slabs, **options), expected):
+    for form in FROM_RECORDS:
+        for one, other in zip(bits_of(*arguments, records=True, **form, **options), expected):
             assert torch.equal(one, other)
 
 
@@ -215,10 +219,12 @@ def test_records_change_no_bit_where_blocks_leave_before_others(lengths, hk, hv)
     check_equal_forms(lengths, torch.float32, kept=kept, hk=hk, hv=hv)
 
 
-@pytest.mark.parametrize("slabs", [1, 2, None])
+@pytest.mark.parametrize("form", FROM_RECORDS, ids=str)
 @pytest.mark.parametrize(
     ("lengths", "hk", "hv", "long_length"),
     [
+        ([2048], 2, 8, 10**6),
+        ([2048], 16, 16, 10**6),
         ([2048], 16, 32, 10**6),
         ([1024], 16, 48, 10**6),
         ([1000, 130, 0, 64, 5], 2, 8, 10**6),
@@ -228,20 +234,20 @@ def test_records_change_no_bit_where_blocks_leave_before_others(lengths, hk, hv)
         ([1300, 40], 4, 16, 640),
     ],
 )
-def test_replays_find_no_flag_of_an_earlier_call(monkeypatch, lengths, hk, hv, long_length, slabs):
+def test_replays_find_no_flag_of_an_earlier_call(monkeypatch, lengths, hk, hv, long_length, form):
     """Whatever the workspace holds before a replay, flags of records that are not there among it, no bit changes."""
     n, total = len(lengths), sum(lengths)
     inputs = delta_inputs("gdn", "trained", total, hk, hv, device="cuda")
     read, cu = torch.arange(n, dtype=torch.int32, device="cuda"), cu_seqlens(lengths, device="cuda")
     plan = Checkpoints.from_lists([[(64, 2 * n), (333, 2 * n + 1)], *[[]] * (n - 1)], device="cuda")
     start = filled_pool(2 * n + 2, hv, torch.float32, "trained", range(n))
-    options = {"checkpoints": plan, "long_length": long_length, "slabs": slabs}
+    options = {"checkpoints": plan, "long_length": long_length}
     out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
     expected_pool = start.clone()
     expected = chunked(*inputs.tensors, expected_pool, read, read + n, cu, records=False, **options)
     pool = start.clone()
     arguments = (*inputs.tensors, pool, read, read + n, cu)
-    chunked(*arguments, out=out, records=True, **options)
+    chunked(*arguments, out=out, records=True, **form, **options)
     workspaces, empty = [], torch.empty
 
     def noted(*shape, **kind):
@@ -252,7 +258,7 @@ def test_replays_find_no_flag_of_an_earlier_call(monkeypatch, lengths, hk, hv, l
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream):
         monkeypatch.setattr(torch, "empty", noted)
-        chunked(*arguments, out=out, records=True, **options)
+        chunked(*arguments, out=out, records=True, **form, **options)
         monkeypatch.undo()
     assert len(workspaces) == 2
     for replay in range(120):
@@ -309,8 +315,9 @@ def test_the_form_that_lengths_choose_changes_no_bit(monkeypatch, lengths, hk, h
         assert torch.equal(bits(pool), bits(results[2][1]))
 
 
-def test_records_give_equal_repeats():
-    check_equal_repeats(functools.partial(chunked, records=True, slabs=1), "gdn", 4, 16, torch.float32)
+@pytest.mark.parametrize("form", [{"slabs": 1}, {"columns": True}], ids=str)
+def test_records_give_equal_repeats(form):
+    check_equal_repeats(functools.partial(chunked, records=True, **form), "gdn", 4, 16, torch.float32)
 
 
 @pytest.mark.parametrize("long_length", [128, 10**6])
