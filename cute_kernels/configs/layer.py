@@ -80,6 +80,11 @@ class LayerDecodeKey:
         """Rows of V the block updates at a time."""
         return self.warps * 32 // self.lanes * self.rows
 
+    @property
+    def kept(self) -> bool:
+        """Whether states are read as device/kept.py says: on fp32 pools and for large batches on bf16 ones."""
+        return self.state == "float32" or self.landed == 4
+
     def shared_bytes(self) -> int:
         """Shared memory of a block: the landed state, a barrier a pass, six vectors of a head, two scalars, the unused part."""
         landed = self.landed * self.pass_rows if self.landed else 128

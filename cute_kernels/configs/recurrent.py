@@ -29,7 +29,8 @@ class RecurrentDecodeKey:
     """Everything that changes the code of `kernels/recurrent_decode.py`.
 
     rows: V rows a lane holds, 1, 2 or 4. warps: warps a block. pdl: start while the previous kernel of the stream drains.
-    early: blocks of a settled launch that load while it does; the others wait first.
+    early: blocks of a settled launch that load while it does; the others wait first. kept: states are read as
+    device/kept.py says.
     """
 
     TUNED: ClassVar[tuple[str, ...]] = ("rows", "warps", "pdl")
@@ -40,11 +41,12 @@ class RecurrentDecodeKey:
     warps: int
     pdl: bool
     early: int = EARLY_BLOCKS
+    kept: bool = False
 
     def symbol(self) -> str:
         """C identifier of the specialisation."""
         early = "" if self.early == EARLY_BLOCKS else f"e{self.early}"
-        tile = f"r{self.rows}w{self.warps}{early}{'_pdl' if self.pdl else ''}"
+        tile = f"r{self.rows}w{self.warps}{early}{'k' if self.kept else ''}{'_pdl' if self.pdl else ''}"
         return f"recurrent_decode_{self.kind}_{SHORT[self.state]}_{tile}"
 
     @property
@@ -71,14 +73,13 @@ def heuristic(kind: Kind, state: StateDtype, heads: int) -> RecurrentDecodeKey:
     """What `choose` returns where nothing was measured: one tile for every batch.
 
     A block of two warps moves 4 KiB, the size that a plain copy of slots does best with: with more bytes a block loses 4 %, with
-    less the rate of block launches bounds it. 16 lanes a row leave registers for 16 blocks on an SM. Large fp32 batches have
-    half as many more blocks load early.
+    less the rate of block launches bounds it. 16 lanes a row leave registers for 16 blocks on an SM. Large batches keep what
+    they read (device/kept.py), those of fp32 have half as many more blocks load early.
     """
+    many = heads >= MANY_HEADS
     if state == "float32":
-        return RecurrentDecodeKey(
-            kind, state, 2, 2, True, EARLY_BLOCKS * 3 // 2 if heads >= MANY_HEADS else EARLY_BLOCKS
-        )
-    return RecurrentDecodeKey(kind, state, 4, 2, True)
+        return RecurrentDecodeKey(kind, state, 2, 2, True, EARLY_BLOCKS * 3 // 2 if many else EARLY_BLOCKS, many)
+    return RecurrentDecodeKey(kind, state, 4, 2, True, kept=many)
 
 
 def candidates(kind: Kind, state: StateDtype, heads: int = 1) -> list[RecurrentDecodeKey]:

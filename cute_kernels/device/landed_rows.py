@@ -8,6 +8,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 from cutlass.cute.nvgpu import cpasync
 
+from .kept import land
 from .memory import smem_ptr, store_vector, zero_vector
 from .state_io import slot_ptr
 from .token_step import HEAD_DIM, vector_width
@@ -19,10 +20,11 @@ SHIFT = 32
 class LandedRows:
     """Methods of a kernel class that has `dtype`, `tile` (rows of a block), `threads`, `warps` and `landings` (barriers).
 
-    A landing that is `split` lies as two halves, each with its own copy: rows of one half fall on the same banks.
+    A landing that is `split` lies as two halves, each with its own copy: rows of one half fall on the same banks. `kept`: copies
+    as `kept.py` says.
     """
 
-    split = False
+    split, kept = False, True
 
     def landed_at(self, part, size, half):
         """Element at which a half of landing `part` stands."""
@@ -47,15 +49,11 @@ class LandedRows:
             cute.arch.mbarrier_init(bars + part, 1)
             cute.arch.mbarrier_init_fence()
             if reads:
-                atom = cute.make_copy_atom(
-                    cpasync.CopyBulkG2SOp(), self.dtype, num_bits_per_copy=size // halves * self.dtype.width
-                )
                 cute.arch.mbarrier_arrive_and_expect_tx(bars + part, size * self.dtype.width // 8)
                 for half in cutlass.range_constexpr(halves):
                     source = slot_ptr(mState, read, row * HEAD_DIM + part * size + half * (size // halves))
                     target = sLanding.iterator + self.landed_at(part, size, half)
-                    source, target = (cute.make_tensor(x, cute.make_layout(size // halves)) for x in (source, target))
-                    cute.copy(atom, source, target, mbar_ptr=bars + part)
+                    land(source, target, size // halves, bars + part, self.kept)
         if not reads:
             width = vector_width(self.dtype)
             for i in cutlass.range_constexpr(size // (group * width)):

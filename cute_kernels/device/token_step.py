@@ -14,9 +14,10 @@ values. Vector c of lane l starts at K = wl + `vector_start(c)`. In registers a 
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float32, Int32, const_expr
+from cutlass import BFloat16, Boolean, Float32, Int32, Uint32, const_expr
 
 from .arith import add_rn, decay_of, fma_rn, log_decay_bounded, log_decay_softplus, mul_rn
+from .kept import load_kept
 from .memory import load_vector, narrow, smem_ptr, store_vector, widen, zero_vector
 from .reduce import reduce_pairs, source_lane, sum_over
 
@@ -174,14 +175,20 @@ def load_rows_if(
     rows: cutlass.Constexpr,
     dtype: cutlass.Constexpr,
     lanes: cutlass.Constexpr = ROW_LANES,
+    kept: cutlass.Constexpr = False,
 ):
-    """`load_rows`, or zeros without touching memory where `valid` is false."""
+    """`load_rows`, or zeros without touching memory where `valid` is false; `kept`: as in `kept.py`."""
     width = vector_width(dtype)
     count = HEAD_DIM // lanes // width
     vectors = []
     for i in cutlass.range_constexpr(rows * count):
         vectors.append(zero_vector(dtype, width))
-    if valid:
+    if const_expr(kept):
+        for i in cutlass.range_constexpr(rows * count):
+            words = cute.recast_tensor(vectors[i], Uint32)
+            source = ptr + i // count * HEAD_DIM + vector_start(i % count, dtype, lanes)
+            words[0], words[1], words[2], words[3] = load_kept(valid, source)
+    elif valid:
         for r in cutlass.range_constexpr(rows):
             for c in cutlass.range_constexpr(count):
                 source = cute.make_tensor(ptr + r * HEAD_DIM + vector_start(c, dtype, lanes), cute.make_layout(width))

@@ -24,7 +24,6 @@ A row of V belongs to one block, which stores it only after the pass's copy has 
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
 
 from ..compile.cache import cute_compile
@@ -32,6 +31,7 @@ from ..compile.fake import fake_ids, fake_matrix, fake_stream, fake_vector
 from ..configs.layer import CONV_BIAS, CONV_WIDTH, NORM_BF16, PLAIN, SETTLED, SILU_GATE, LayerDecodeKey
 from ..device.arith import fma_rn, mul_rn, sigmoid
 from ..device.conv import DTYPES, copy_into, fake_tokens, window_ptr
+from ..device.kept import land
 from ..device.layer_parts import convolved, gated, output_gate
 from ..device.memory import load_vector, made_here, offset_ptr, smem_ptr, store_vector, widen, zero_vector
 from ..device.predicated import load_int_where
@@ -335,11 +335,9 @@ class LayerDecode:
     ):
         """Start the copy of one pass into its place of the landing buffer."""
         size = self.pass_rows * HEAD_DIM
-        atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), self.dtype, num_bits_per_copy=self.pass_bytes * 8)
         cute.arch.mbarrier_arrive_and_expect_tx(bars + p, self.pass_bytes)
-        part = cute.make_tensor(slot_ptr(mState, read, head_start) + p * size, cute.make_layout(size))
-        landing = cute.make_tensor(sState.iterator + p % self.landed * size, cute.make_layout(size))
-        cute.copy(atom, part, landing, mbar_ptr=bars + p)
+        source, target = slot_ptr(mState, read, head_start) + p * size, sState.iterator + p % self.landed * size
+        land(source, target, size, bars + p, self.key.kept)
 
     @cute.jit
     def store_window(

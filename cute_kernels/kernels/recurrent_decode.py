@@ -175,7 +175,7 @@ class RecurrentDecode:
         read, write = Int32(mReadIds[seq]), Int32(mWriteIds[seq])
         reads, writes = slot_is_valid(read, num_slots), slot_is_valid(write, num_slots)
         inner = (head * HEAD_DIM + row0) * HEAD_DIM + place * vector_width(self.dtype)
-        vectors = load_rows_if(reads, slot_ptr(mState, read, inner), self.rows, self.dtype, LANES)
+        vectors = load_rows_if(reads, slot_ptr(mState, read, inner), self.rows, self.dtype, LANES, self.key.kept)
         own = row0 + owned_row(lane, self.rows, LANES)
         # (h + 1/2) HK / HV is never an integer, so truncation gives h // (HV // HK) exactly.
         key_head = Int32((Float32(head) + Float32(0.5)) * heads_ratio)

@@ -35,6 +35,7 @@ from .wy_verify import WyVerify, own_row
 class WyLayerVerify(LayerVerify, WyVerify):
     def __init__(self, key: LayerVerifyKey):
         super().__init__(key)
+        self.kept = True  # for every gate: its loads stand otherwise than the bare form's
         for name, size in wy_layer_regions(self.warps).items():
             self.at[name] = self.words
             self.words += size
