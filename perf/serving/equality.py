@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ...integration import envs
 from .fleet import ENGINE, Fleet, Running, Spec
 
 # One bf16 evaluation of the four-layer shapes (deviation of a logit 4) by transformers was measured against fp32 over 2200
@@ -110,7 +109,7 @@ def specs(model: str, extra: dict[str, Any] | None = None) -> list[Spec]:
     piecewise = {**graphs, "piecewise_cudagraph_max_tokens": SIZES["max_prefill_token_num"]}
     return [
         *engines,
-        Spec("compact", model, graphs, {envs.SHORT_STEPS: "0"}, name="compact-whole-steps"),
+        Spec("compact", model, graphs, {"LMDEPLOY_COMPACT_SHORT_STEPS": "0"}, name="compact-whole-steps"),
         Spec("compact", model, piecewise, name="compact-piecewise"),
     ]
 
