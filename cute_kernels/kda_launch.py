@@ -5,17 +5,20 @@ from __future__ import annotations
 import torch
 
 from .checkpoints import Checkpoints
-from .compile.cache import jit_cache
+from .compile.cache import CompiledKernel, jit_cache
 from .configs.kda_prefill import (
     BLOCKS_OF_RECORDS,
     LONG_LENGTH,
     ORDERED_ROWS,
     RECORD_BYTES,
+    KdaColumnsKey,
     KdaPrefillKey,
+    RecurrenceKey,
     heads_per_launch,
     overlap,
     parts_of_long_rows,
     records_key,
+    recurrence_key,
     slabs_per_block,
     slots_per_launch,
 )
@@ -23,6 +26,7 @@ from .configs.prefill import SegmentStatesKey
 
 kda_records = jit_cache("kda_records")
 kda_prefill = jit_cache("kda_prefill")
+kda_columns = jit_cache("kda_columns")
 segment_states = jit_cache("segment_states")
 
 STATE_ELEMENTS = 128 * 128
@@ -85,12 +89,12 @@ def launch_chunked(
     flags = torch.empty(window * group, dtype=torch.int32, device=q.device) if beside else cu_seqlens
     dealt = (beside.blocks, beside.stay, beside.rounds, beside.early) if beside else (BLOCKS_OF_RECORDS, 0, 0, 0)
     make_records = kda_records(records_key(lower_bound, beside is not None))
-    find_states = KdaPrefillKey(name, slabs_per_block(max(states, 1), hv, equal=True), transition=True)
+    find_states: RecurrenceKey = KdaPrefillKey(name, slabs_per_block(max(states, 1), hv, equal=True), transition=True)
     run_chunks = KdaPrefillKey(name, slabs_per_block(max(rows, long_rows * parts), hv, tokens=tokens / rows))
     if beside and segments:
-        find_states = KdaPrefillKey(name, beside.slabs, transition=True, overlapped=True)
+        find_states = recurrence_key(name, beside.columns, transition=True)
     elif beside:
-        run_rows = KdaPrefillKey(name, beside.slabs, overlapped=True)
+        run_rows = recurrence_key(name, beside.columns, transition=False)
     inner = 2 * long_rows * (parts - 1) if long_rows else 2 * (window < slots)
     work = torch.empty(max(inner, 1), state[0].numel() if inner else 4, dtype=torch.float32, device=q.device)
     if tokens == 0:  # states still move between slots; a tensor map needs an address
@@ -112,15 +116,20 @@ def launch_chunked(
             place = (chunk, chunk // window & 1, first, heads, long_rows, long_length)
             least = min_tokens
             if beside and not segments:  # whole rows alone, which no launch behind it walks again
-                kda_prefill(run_rows)(*tensors, int(entries > 0), min_tokens, *place, 0)
+                recurrence(run_rows)(*tensors, int(entries > 0), min_tokens, *place, 0)
                 least = NO_ROW
             if long_rows:
-                kda_prefill(find_states)(*tensors, int(entries > 0), least, *place, parts)
+                recurrence(find_states)(*tensors, int(entries > 0), least, *place, parts)
                 if parts > 2:
                     part = work[:, first * STATE_ELEMENTS : (first + heads) * STATE_ELEMENTS]
                     segment_states(SegmentStatesKey())(part, cu_seqlens, heads, parts, long_rows, long_length)
             if long_rows or least == min_tokens:
-                kda_prefill(run_chunks)(*tensors, int(entries > 0), least, *place, parts)
+                recurrence(run_chunks)(*tensors, int(entries > 0), least, *place, parts)
+
+
+def recurrence(key: RecurrenceKey) -> CompiledKernel:
+    """The kernel of either form."""
+    return kda_columns(key) if isinstance(key, KdaColumnsKey) else kda_prefill(key)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

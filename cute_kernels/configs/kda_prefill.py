@@ -5,15 +5,17 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from ..compile.manifest import Entry, ResourceBudget
 
 Gate = Literal["softplus", "bounded"]
 StateDtype = Literal["float32", "bfloat16"]
+Columns = Literal[16, 32, 64, 128]
 SHORT = {"float32": "f32", "bfloat16": "bf16"}
 GATES: tuple[Gate, ...] = ("softplus", "bounded")
 SLABS: tuple[Literal[1, 2], ...] = (1, 2)
+COLUMNS: tuple[Literal[16, 32], ...] = (16, 32)  # of `KdaColumnsKey`
 STATE_DTYPES: tuple[StateDtype, ...] = ("float32", "bfloat16")
 CHUNK = 64  # tokens
 RECORD_BYTES = 60_416  # what a chunk contributes to one head's recurrence, see device/kda_layout.py
@@ -24,7 +26,11 @@ BLOCKS_OF_RECORDS = 2 * MULTIPROCESSORS  # on the chip at once
 ORDERED_ROWS = 32  # rows or segments that a warp puts in the order of need
 RECORD_US = 4.05  # of a multiprocessor, where all of them make records
 ROUND_US = {False: 8.7, True: 9.4}  # one record by each worker of the chip, by whether the gate is softplus
-CHUNK_US = {False: {1: 0.93, 2: 1.75}, True: {1: 1.05, 2: 1.6}}  # by whether it is a transition, and slabs of a block
+# By whether it is a transition, and V columns of a block.
+CHUNK_US: dict[bool, dict[Columns, float]] = {
+    False: {16: 0.70, 32: 0.87, 64: 0.93, 128: 1.75},
+    True: {64: 1.05, 128: 1.6},
+}
 # How much longer a chunk of half a head and a round take beside one another with many blocks, by whether the gate is softplus.
 SHARED = {False: (1.55, 1.02), True: (1.35, 1.1)}
 CROWDED = 1.5  # how much longer a chunk of half a head takes where all multiprocessors load records
@@ -63,12 +69,12 @@ def slabs_per_block(chains: int, heads: int, equal: bool = False, tokens: float 
 class Overlap:
     """How the recurrence runs beside the launch of its records.
 
-    slabs: of a recurrence block. stay: multiprocessors that make records to the end. rounds: items that each worker of the
-    whole chip makes first; 0 where the records have no more than `stay` multiprocessors from the start. early: multiprocessors
-    that make their first item alone instead of two at a time, so that the recurrence can start sooner.
+    columns: V columns of a recurrence block. stay: multiprocessors that make records to the end. rounds: items that each worker
+    of the whole chip makes first; 0 where the records have no more than `stay` multiprocessors from the start. early:
+    multiprocessors that make their first item alone instead of two at a time, so that the recurrence can start sooner.
     """
 
-    slabs: Literal[1, 2]
+    columns: Columns
     stay: int
     rounds: int
     early: int = 0
@@ -92,36 +98,40 @@ def overlap(
     if not transition:
         steps *= 1.0 if chains == 1 else 1.75 if chains == 2 else 1.25 if chains <= 4 else 2.0
     crowded = not transition and 2 * chains * heads > 80
-    alone = chunk_us[slabs_per_block(chains, heads, transition)] * (CROWDED if crowded else 1.0)
+    alone = chunk_us[64 * slabs_per_block(chains, heads, transition)] * (CROWDED if crowded else 1.0)
     made = 6 + max(items * RECORD_US / MULTIPROCESSORS, 0.95 * round_us * min(-(-items // BLOCKS_OF_RECORDS), 3))
     sequence = made + 6 + steps * alone
     # Of several rows the longest is not known, and transitions are followed by launches that wait for all: less is sure to gain.
     best, least = None, (0.98 if chains <= 2 else 0.9) * sequence - extra_us - (6 if transition else 0)
     if steps * alone < 0.35 * sequence:
         return None
-    for slabs in SLABS:
-        blocks = chains * heads * 2 // slabs
+    for columns in chunk_us:
+        blocks = chains * heads * 128 // columns
         if blocks > (64 if chains <= 4 else 96):
             continue
         stay = MULTIPROCESSORS - blocks
         early = 40 if chains * heads <= 12 else 0
         for rounds in range(items // BLOCKS_OF_RECORDS + 1):
-            beside = chunk_us[slabs] * (1.0 if transition else beside_records(slabs, blocks, softplus))
+            beside = chunk_us[columns] * (1.0 if transition else beside_records(columns, blocks, softplus))
             slower = 1.38 if transition else SHARED[softplus][1] if blocks > 48 and rounds > 1 else 0.95
             rest = -(-(items - rounds * BLOCKS_OF_RECORDS) // (2 * stay)) * round_us * slower
             # Chunks that are walked while records are made take longer.
             walked = min(steps, rest / beside)
-            chain = walked * beside + (steps - walked) * chunk_us[slabs] * (CROWDED if crowded and slabs == 1 else 1.0)
-            start = 12 if early and not rounds else 10 + max(round_us * rounds, 10.5)
+            chain = walked * beside + (steps - walked) * chunk_us[columns] * (
+                CROWDED if crowded and columns == 64 else 1.0
+            )
+            start = 12 if (early or columns < 64) and not rounds else 10 + max(round_us * rounds, 10.5)
             time = start + max(chain, rest + 3)
             if time < least:
-                best, least = Overlap(slabs, stay, rounds, 0 if rounds else early), time
+                best, least = Overlap(columns, stay, rounds, 0 if rounds else early), time
     return best
 
 
-def beside_records(slabs: int, blocks: int, softplus: bool) -> float:
+def beside_records(columns: int, blocks: int, softplus: bool) -> float:
     """How much longer a chunk takes while other multiprocessors make records: with many blocks, memory is the limit."""
-    if slabs == 1:
+    if columns < 64:
+        return 1.08 if columns == 16 else 1.12
+    if columns == 64:
         return 1.15 if blocks <= 48 else SHARED[softplus][0]
     return 1.2 if blocks <= 32 else 1.6
 
@@ -181,6 +191,32 @@ class KdaPrefillKey:
         return f"kda_{form}_{SHORT[self.state]}_{self.slabs}"
 
 
+@dataclass(frozen=True)
+class KdaColumnsKey:
+    """Everything that changes the code of `kernels/kda_columns.py`, which runs beside the launch that makes its records.
+
+    columns: V columns of a block.
+    """
+
+    state: StateDtype
+    columns: Literal[16, 32]
+    overlapped: ClassVar[bool] = True
+
+    def symbol(self) -> str:
+        """C identifier of the specialisation."""
+        return f"kda_columns_{SHORT[self.state]}_{self.columns}"
+
+
+RecurrenceKey = KdaPrefillKey | KdaColumnsKey
+
+
+def recurrence_key(state: StateDtype, columns: Columns, transition: bool) -> RecurrenceKey:
+    """The recurrence beside its records with so many V columns a block."""
+    if columns == 16 or columns == 32:
+        return KdaColumnsKey(state, columns)
+    return KdaPrefillKey(state, 1 if columns == 64 else 2, transition, overlapped=True)
+
+
 def shipped() -> list[Entry]:
     """Specialisations built ahead of time."""
     kinds: list[tuple[Gate, bool]] = [("softplus", True), ("bounded", True), ("bounded", False)]
@@ -196,5 +232,10 @@ def shipped() -> list[Entry]:
         for transition in (False, True)
         for state in STATE_DTYPES
         for slabs in SLABS
+    ]
+    entries += [
+        Entry("kda_columns", KdaColumnsKey(state, columns), ResourceBudget(max_registers=112))
+        for state in STATE_DTYPES
+        for columns in COLUMNS
     ]
     return entries

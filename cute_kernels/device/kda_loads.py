@@ -1,6 +1,6 @@
 """The two warps of a KDA recurrence block that load records and V tiles into its rings.
 
-`form` is the kernel's object: its key, and the bytes and stages of its rings.
+`form` is the kernel's object: its key, whether it is a transition, its V columns, and the bytes and stages of its rings.
 """
 
 import cutlass
@@ -38,7 +38,7 @@ def load_early(
 ):
     """One warp: KG and the V tile of every chunk of the row, what the chain needs first."""
     # A transition from the identity (an odd place) has no values.
-    values = (work & 1 == 0) if const_expr(form.key.transition) else True
+    values = (work & 1 == 0) if const_expr(form.transition) else True
     size = Int32(form.early_bytes) if values else Int32(OPERAND_BYTES)
     base = storage.early.data_ptr()
     stage, parity, known = Int32(0), Int32(0), begin
@@ -81,7 +81,7 @@ def load_values(
     """Start the load of a chunk's V tile."""
     value = cute.recast_ptr(target, value_layout.inner, BFloat16)
     sV = cute.make_tensor(value, value_layout.outer)
-    gTile = cute.local_tile(cute.domain_offset((token, column), gV), (CHUNK, 64 * form.key.slabs), (0, 0))
+    gTile = cute.local_tile(cute.domain_offset((token, column), gV), (CHUNK, form.columns), (0, 0))
     tVsV, tVgV = cpasync.tma_partition(
         tma_v, 0, cute.make_layout(1), cute.group_modes(sV, 0, 2), cute.group_modes(gTile, 0, 2)
     )

@@ -29,6 +29,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from ..compile.cache import cute_compile
 from ..compile.fake import fake_ids, fake_matrix, fake_pool, fake_rows, fake_stream, fake_vector
 from ..configs.kda_prefill import KdaPrefillKey
+from ..device.kda_chains import chain_of_block
 from ..device.kda_layout import (
     IMAGE_BYTES,
     KU_OFFSET,
@@ -36,16 +37,12 @@ from ..device.kda_layout import (
     QG_OFFSET,
     RECORD_BYTES,
     T_OFFSET,
-    first_slot,
     image_pieces,
-    segment_of_block,
-    slot_of_token,
 )
 from ..device.kda_loads import TAIL_BYTES, load_early, load_late
 from ..device.kda_stage import decay_columns, staged_operand
 from ..device.memory import store_vector
 from ..device.prefill_layout import CHUNK, HEAD, OPERAND_BYTES, OUT_PITCH, TILE_BYTES
-from ..device.prefill_schedule import segment_bounds
 from ..device.prefill_state import (
     as_left_operand,
     clear_tokens,
@@ -74,7 +71,7 @@ SERVICE_REGISTERS = {1: 56, 2: 40}
 
 class KdaPrefill:
     def __init__(self, key: KdaPrefillKey):
-        self.key = key
+        self.key, self.transition, self.columns = key, key.transition, 64 * key.slabs
         self.threads = 128 * (key.slabs + 1)
         self.early_bytes = OPERAND_BYTES + key.slabs * TILE_BYTES
         # A transition has no queries and no outputs: of a record's late part it needs KU and T' alone.
@@ -215,46 +212,10 @@ class KdaPrefill:
         warp = cute.arch.make_warp_uniform(tidx // 32)
         lane = tidx % 32
         head = first_head + local_head
-        row, segment, place = segment_of_block(
-            mCu, cute.size(mReadIds, mode=[0]), item, long_rows, long_length, parts, lane, self.key.transition
-        )
-        token = Int32(mCu[row])
-        length = Int32(mCu[row + 1]) - token
-        read, write, work, leaving = Int32(-1), Int32(-1), Int32(-1), Int32(-1)
-        chunks = cute.size(mTable, mode=[0])
-        begin = first_slot(mCu, mEntryCu, row, has_entries) - first_chunk
-        end = first_slot(mCu, mEntryCu, row + 1, has_entries) - first_chunk
-        if segment >= 0:
-            position, stop = segment_bounds(length, segment, parts)
-            begin = slot_of_token(mCu, mEntryCu, mEnds, row, position, has_entries, lane)
-            if stop < length:
-                end = slot_of_token(mCu, mEntryCu, mEnds, row, stop, has_entries, lane)
-            if position >= stop:
-                end = begin
-            if const_expr(self.key.transition):
-                work = place if position < stop else Int32(-1)
-                read = Int32(mReadIds[row]) if segment == 0 else Int32(-1)
-            else:
-                work = place
-                write = Int32(mWriteIds[row]) if (position < stop) & (stop == length) else Int32(-1)
-        elif (
-            (place >= 0)
-            & (length >= min_tokens)
-            & ((long_rows == 0) | (length < long_length))
-            & (begin < chunks)
-            & (end > 0)
-        ):
-            # A row that began in an earlier launch has its state in the workspace, one that goes on in a later leaves it there.
-            if begin >= 0:
-                read = Int32(mReadIds[row])
-            else:
-                work, begin = carried, Int32(0)
-            if end <= chunks:
-                write = Int32(mWriteIds[row])
-            else:
-                leaving, end = carried ^ 1, chunks
-        else:
-            end = begin
+        row, segment, place, begin, end, read, write, work, leaving = chain_of_block(
+            mReadIds, mWriteIds, mCu, mEntryCu, mEnds, cute.size(mTable, mode=[0]), item, has_entries, min_tokens, first_chunk,
+            carried, long_rows, long_length, parts, lane, self.key.transition,
+        )  # fmt: skip
         if place >= 0:  # else nothing is to be done: there are fewer long rows than there may be
             if warp < 4 * slabs:
                 cute.arch.setmaxregister_increase(STATE_REGISTERS[slabs])

@@ -185,7 +185,7 @@ def test_records_and_recurrence_side_by_side_have_a_multiprocessor_a_block(heads
     slots = rows * (length // 64 + 1)
     plan = config.overlap(slots, heads, rows, slots / rows, False, 0.0)
     if plan is not None:
-        recurrence = rows * heads * 2 // plan.slabs
+        recurrence = rows * heads * 128 // plan.columns
         assert 1 <= plan.stay == config.MULTIPROCESSORS - recurrence
         assert plan.stay <= plan.blocks <= config.MULTIPROCESSORS
         assert plan.rounds * config.BLOCKS_OF_RECORDS <= slots * heads
@@ -198,7 +198,7 @@ def test_records_and_recurrence_side_by_side_have_a_multiprocessor_a_block(heads
 
 def test_few_specialisations_ship_and_their_names_differ() -> None:
     symbols = [entry.key.symbol() for entry in config.shipped()]
-    assert len(set(symbols)) == len(symbols) == 22
+    assert len(set(symbols)) == len(symbols) == 26
 
 
 def test_steep_gates_are_told_by_their_bound() -> None:

@@ -23,7 +23,7 @@ def test_both_sides_have_multiprocessors_and_no_round_is_empty(heads, chains, tr
     for slots in (1, 33, 129, 513, 5000):
         plan = overlap(slots, heads, chains, slots / chains, transition, 0.0)
         if plan is not None:
-            assert plan.stay == MULTIPROCESSORS - chains * heads * 2 // plan.slabs > 0
+            assert plan.stay == MULTIPROCESSORS - chains * heads * 128 // plan.columns > 0
             assert 2 * MULTIPROCESSORS * plan.rounds <= slots * heads
             assert plan.rounds == 0 or plan.early == 0
 
@@ -31,6 +31,13 @@ def test_both_sides_have_multiprocessors_and_no_round_is_empty(heads, chains, tr
 def test_one_long_chain_runs_beside_its_records():
     for heads, length in ((16, 1024), (12, 2048), (16, 8192), (16, 32768), (32, 8192), (32, 32768)):
         assert beside(heads, length) is not None
+
+
+def test_one_chain_of_few_heads_has_narrow_blocks():
+    """Eight or four a head, as far as multiprocessors are left for the records."""
+    assert [beside(heads, 2048).columns for heads in (8, 12, 16)] == [16, 32, 32]
+    assert beside(16, 8192).columns == 32
+    assert beside(32, 8192).columns == 64
 
 
 def test_chains_that_fill_the_chip_follow_their_records():
@@ -63,5 +70,5 @@ def test_records_of_many_heads_are_made_ahead_and_further_for_the_slower_gate(sl
     bounded, softplus = (overlap(slots, 32, 1, slots, False, 0.0, gate) for gate in (False, True))
     assert bounded is not None
     assert softplus is not None
-    assert bounded.slabs == softplus.slabs == 1
+    assert bounded.columns == softplus.columns == 64
     assert 1 < bounded.rounds < softplus.rounds < slots * 32 // (2 * MULTIPROCESSORS)

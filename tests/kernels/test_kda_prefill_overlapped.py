@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ HEADS = 4
 LONG = 256  # rows of so many tokens or more run in parts where a test says so
 # Blocks that stay, rounds of all workers, blocks that are early: the chip shared from the start, few workers with many items, …
 DEALT = ((MULTIPROCESSORS - 16, 0, 8), (3, 0, 3), (MULTIPROCESSORS - 32, 1, 0), (1, 2, 100))
+COLUMNS = (16, 32, 64, 128)  # V columns of a block
 LENGTHS = ([64], [1], [2048], [300, 17, 1000], [0, 130, 0, 64, 0], [640] * 8, [3, 2, 1, 900], [70] * 32)
 
 
@@ -46,9 +48,18 @@ def in_parts(*arguments, **options):
     return prefill(*arguments, long=LONG, **options)
 
 
+def whole_rows(plan):
+    """The choice of this form; where transitions run beside the records, with half a head a block at least."""
+
+    def overlap(slots, heads, chains, steps, transition, *_):
+        return replace(plan, columns=max(64, plan.columns)) if plan and transition else plan
+
+    return overlap
+
+
 def choose(monkeypatch, plan):
     """Make every launch take this form, None for one launch after the other."""
-    monkeypatch.setattr(kda_launch, "overlap", lambda *_: plan)
+    monkeypatch.setattr(kda_launch, "overlap", whole_rows(plan))
     monkeypatch.setattr(kda_launch, "torch", Workspace())
 
 
@@ -81,67 +92,74 @@ def compare(
 
 
 @pytest.mark.parametrize("dealt", DEALT)
-@pytest.mark.parametrize("slabs", [1, 2])
+@pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_lengths(lengths, slabs, dealt, monkeypatch):
-    compare(monkeypatch, Overlap(slabs, *dealt), prefill, lengths)
+def test_lengths(lengths, columns, dealt, monkeypatch):
+    compare(monkeypatch, Overlap(columns, *dealt), prefill, lengths)
 
 
 @pytest.mark.parametrize("bound", [None, -5.0])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dealt", DEALT)
-def test_checkpoints_on_and_off_the_grid(dealt, dtype, bound, monkeypatch):
+@pytest.mark.parametrize("columns", [16, 32, 64])
+def test_checkpoints_on_and_off_the_grid(columns, dealt, dtype, bound, monkeypatch):
     kept = [[1, 50, 64, 190, 192, 300], [64, 100, 128], [], [5]]
-    compare(monkeypatch, Overlap(1, *dealt), prefill, [300, 128, 40, 5], dtype=dtype, kept=kept, bound=bound)
+    compare(monkeypatch, Overlap(columns, *dealt), prefill, [300, 128, 40, 5], dtype=dtype, kept=kept, bound=bound)
 
 
 @pytest.mark.parametrize("dealt", DEALT)
-@pytest.mark.parametrize("slabs", [1, 2])
+@pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize("parts", [2, 3, 5])
 @pytest.mark.parametrize("lengths", [[1000], [300, 1000, 257], [100, 17, 300, 40, 1]], ids=str)
-def test_rows_in_parts(lengths, parts, slabs, dealt, monkeypatch):
+def test_rows_in_parts(lengths, parts, columns, dealt, monkeypatch):
     """Most rows long: beside the transitions. Most rows short: beside the recurrence of short rows, before the long ones."""
     monkeypatch.setattr(kda_launch, "parts_of_long_rows", lambda heads: parts)
-    compare(monkeypatch, Overlap(slabs, *dealt), in_parts, lengths, kept=[[64, 99]] + [[] for _ in lengths[1:]])
+    compare(monkeypatch, Overlap(columns, *dealt), in_parts, lengths, kept=[[64, 99]] + [[] for _ in lengths[1:]])
 
 
-def test_A3_ids_out_of_range(monkeypatch):
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_A3_ids_out_of_range(columns, monkeypatch):
     read = ids(0, -1, 4, 1_000_000, -(2**31), device="cuda")
     write = ids(0, -1, 2, 3, -1, device="cuda")
-    compare(monkeypatch, Overlap(1, 92, 0), prefill, [70] * 5, read=read, write=write)
+    compare(monkeypatch, Overlap(columns, 92, 0), prefill, [70] * 5, read=read, write=write)
 
 
 @pytest.mark.parametrize("window", [1, 3, 7])
-def test_chunks_in_several_launches(window, monkeypatch):
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_chunks_in_several_launches(columns, window, monkeypatch):
     monkeypatch.setattr(kda_launch, "slots_per_launch", lambda slots, heads: window)
     kept = [[100, 256], [], [17], [64], [], [64, 65, 600, 640]]
-    compare(monkeypatch, Overlap(1, 84, 1), prefill, [300, 0, 17, 129, 1, 640], kept=kept)
+    compare(monkeypatch, Overlap(columns, 84, 1), prefill, [300, 0, 17, 129, 1, 640], kept=kept)
 
 
-def test_heads_in_several_launches(monkeypatch):
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_heads_in_several_launches(columns, monkeypatch):
     monkeypatch.setattr(kda_launch, "heads_per_launch", lambda slots, heads: 4)
-    compare(monkeypatch, Overlap(1, 100, 0), prefill, [300, 70], hv=6)
+    compare(monkeypatch, Overlap(columns, 100, 0), prefill, [300, 70], hv=6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_values(dtype, monkeypatch):
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_values(columns, dtype, monkeypatch):
     """Against the float64 recurrence, into outputs and slots of NaN."""
-    choose(monkeypatch, Overlap(1, 100, 0))
+    choose(monkeypatch, Overlap(columns, 100, 0))
     inputs = delta_inputs("kda", "trained", 1500, 2, HEADS, device="cuda", seed=3)
     check_inputs(prefill, inputs, [1000, 0, 500], "trained", dtype=dtype, kept=[[512, 700], [], [1]])
 
 
-def test_E15_a_token_buffer_longer_than_the_sequences(monkeypatch):
-    choose(monkeypatch, Overlap(1, 100, 1))
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_E15_a_token_buffer_longer_than_the_sequences(columns, monkeypatch):
+    choose(monkeypatch, Overlap(columns, 100, 1))
     check_longer_token_buffer(prefill, "kda")
 
 
 @pytest.mark.parametrize("lengths", [[2048], [512, 300, 512], [4096]], ids=str)
 @pytest.mark.parametrize("poisoned", [False, True])
-def test_graph_replays_find_stale_flags_and_records(lengths, poisoned, monkeypatch):
+@pytest.mark.parametrize("columns", [16, 32, 64])
+def test_graph_replays_find_stale_flags_and_records(columns, lengths, poisoned, monkeypatch):
     """150 replays over the same workspace with other inputs each: the outputs and states of eager calls in sequence."""
     monkeypatch.setattr(kda_launch, "parts_of_long_rows", lambda heads: 3)
-    hv, n, long = 8, len(lengths), 4096
+    hv, n, long, plan = 8, len(lengths), 4096, Overlap(columns, 80, 0)
     sets = [delta_inputs("kda", "trained", sum(lengths), hv, hv, device="cuda", seed=seed) for seed in range(3)]
     cu, read = cu_seqlens(lengths, device="cuda"), torch.arange(n, dtype=torch.int32, device="cuda")
     start = filled_pool(2 * n, hv, torch.float32, "trained", range(n))
@@ -151,9 +169,9 @@ def test_graph_replays_find_stale_flags_and_records(lengths, poisoned, monkeypat
         pool = start.clone()
         expected.append((prefill(*one.tensors, pool, read, read + n, cu, long=long), pool))
     if poisoned:
-        choose(monkeypatch, Overlap(1, 80, 0))
+        choose(monkeypatch, plan)
     else:
-        monkeypatch.setattr(kda_launch, "overlap", lambda *_: Overlap(1, 80, 0))
+        monkeypatch.setattr(kda_launch, "overlap", whole_rows(plan))
     pool, live = start.clone(), [x.clone() for x in sets[0].tensors]
     out = torch.full_like(expected[0][0], math.nan)
     prefill(*live, pool, read, read + n, cu, out=out, long=long)
@@ -173,10 +191,10 @@ def test_graph_replays_find_stale_flags_and_records(lengths, poisoned, monkeypat
         assert torch.equal(bits(pool), bits(expected[index][1]))
 
 
-@pytest.mark.parametrize("slabs", [1, 2])
-def test_D4_equal_repeats(slabs, monkeypatch):
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_D4_equal_repeats(columns, monkeypatch):
     """1,000 calls over a workspace that the calls before left, with more blocks than multiprocessors: the same bits."""
-    choose(monkeypatch, Overlap(slabs, 80, 1))
+    choose(monkeypatch, Overlap(columns, 80, 1))
     hv, lengths = 16, [700, 64, 1, 300, 130, 500, 90, 257]
     n = len(lengths)
     inputs = delta_inputs("kda", "trained", sum(lengths), hv, hv, device="cuda")
@@ -200,7 +218,7 @@ def test_calls_on_two_streams_at_once(monkeypatch):
         pool = filled_pool(2, hv, torch.float32, "trained", (0,))
         expected = prefill(*inputs.tensors, pool, read, write, cu)
         cases.append((inputs, pool, expected, pool.clone(), torch.cuda.Stream()))
-    choose(monkeypatch, Overlap(1, MULTIPROCESSORS - 2 * hv, 0))
+    choose(monkeypatch, Overlap(64, MULTIPROCESSORS - 2 * hv, 0))
     torch.cuda.synchronize()
     for _ in range(50):
         results = []
