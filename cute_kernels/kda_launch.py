@@ -84,7 +84,7 @@ def launch_chunked(
     if rows * pieces <= ORDERED_ROWS:
         steps = window / (long_rows * parts if segments else rows)
         beside = overlap(
-            window, hv, chains, steps, segments, 6.0 if long_rows and not segments else 0.0, lower_bound is None
+            window, hv, chains, steps, segments, 2.0 if long_rows and not segments else 0.0, lower_bound is None
         )
     flags = torch.empty(window * group, dtype=torch.int32, device=q.device) if beside else cu_seqlens
     dealt = (beside.blocks, beside.stay, beside.rounds, beside.early) if beside else (BLOCKS_OF_RECORDS, 0, 0, 0)

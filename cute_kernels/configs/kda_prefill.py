@@ -31,8 +31,9 @@ CHUNK_US: dict[bool, dict[Columns, float]] = {
     False: {16: 0.70, 32: 0.87, 64: 0.93, 128: 1.75},
     True: {64: 1.05, 128: 1.6},
 }
-# How much longer a chunk of half a head and a round take beside one another with many blocks, by whether the gate is softplus.
-SHARED = {False: (1.55, 1.02), True: (1.35, 1.1)}
+# How much longer a chunk of half a head and a round take beside one another with many blocks, and a round with few, by whether
+# the gate is softplus.
+SHARED = {False: (1.55, 0.94, 0.97), True: (1.35, 1.1, 0.95)}
 CROWDED = 1.5  # how much longer a chunk of half a head takes where all multiprocessors load records
 WORKSPACE_BYTES = 1 << 30  # most that one launch may take for records
 
@@ -98,11 +99,12 @@ def overlap(
     if not transition:
         steps *= 1.0 if chains == 1 else 1.75 if chains == 2 else 1.25 if chains <= 4 else 2.0
     crowded = not transition and 2 * chains * heads > 80
-    alone = chunk_us[64 * slabs_per_block(chains, heads, transition)] * (CROWDED if crowded else 1.0)
+    slabs = slabs_per_block(chains, heads, transition)
+    alone = chunk_us[64 if slabs == 1 else 128] * (CROWDED if crowded else 1.0)
     made = 6 + max(items * RECORD_US / MULTIPROCESSORS, 0.95 * round_us * min(-(-items // BLOCKS_OF_RECORDS), 3))
     sequence = made + 6 + steps * alone
-    # Of several rows the longest is not known, and transitions are followed by launches that wait for all: less is sure to gain.
-    best, least = None, (0.98 if chains <= 2 else 0.9) * sequence - extra_us - (6 if transition else 0)
+    # Transitions are followed by launches that wait for all: less is sure to gain.
+    best, least = None, (0.9 if transition and chains > 2 else 0.98) * sequence - extra_us - (6 if transition else 0)
     if steps * alone < 0.35 * sequence:
         return None
     for columns in chunk_us:
@@ -113,7 +115,7 @@ def overlap(
         early = 40 if chains * heads <= 12 else 0
         for rounds in range(items // BLOCKS_OF_RECORDS + 1):
             beside = chunk_us[columns] * (1.0 if transition else beside_records(columns, blocks, softplus))
-            slower = 1.38 if transition else SHARED[softplus][1] if blocks > 48 and rounds > 1 else 0.95
+            slower = 1.38 if transition else SHARED[softplus][1 if blocks > 48 and rounds > 1 else 2]
             rest = -(-(items - rounds * BLOCKS_OF_RECORDS) // (2 * stay)) * round_us * slower
             # Chunks that are walked while records are made take longer.
             walked = min(steps, rest / beside)
