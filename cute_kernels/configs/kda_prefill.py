@@ -115,7 +115,9 @@ def overlap(
         early = 40 if chains * heads <= 12 else 0
         for rounds in range(items // BLOCKS_OF_RECORDS + 1):
             beside = chunk_us[columns] * (1.0 if transition else beside_records(columns, blocks, softplus))
-            slower = 1.38 if transition else SHARED[softplus][1 if blocks > 48 and rounds > 1 else 2]
+            slower = SHARED[softplus][1 if blocks > 48 and rounds > 1 else 2]
+            if transition or columns < 64:  # columns take less memory from the records than slabs do
+                slower = 1.38 if transition else 0.87
             rest = -(-(items - rounds * BLOCKS_OF_RECORDS) // (2 * stay)) * round_us * slower
             # Chunks that are walked while records are made take longer.
             walked = min(steps, rest / beside)
