@@ -109,7 +109,7 @@ def overlap(
         return None
     for columns in chunk_us:
         blocks = chains * heads * 128 // columns
-        if blocks > (64 if chains <= 4 else 96) or (columns < 64 and chains > 1):
+        if blocks > (64 if chains <= 4 else 96) or (columns < 64 and (chains > 1 or (softplus and columns == 32))):
             continue  # too many blocks, or narrow ones where they have not been timed
         stay = MULTIPROCESSORS - blocks
         early = 40 if chains * heads <= 12 else 0
