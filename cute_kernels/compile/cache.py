@@ -51,14 +51,21 @@ def dsl_available() -> bool:
     return spec is not None and spec.origin is not None
 
 
-def check_dsl_version() -> None:
-    """Raise BackendUnavailableError unless the installed compiler is of the series that the kernels are written for."""
+def check_dsl() -> None:
+    """Raise BackendUnavailableError unless the installed compiler is of the series that the kernels are written for and loads."""
     try:
         version = importlib.metadata.version("nvidia-cutlass-dsl")
     except importlib.metadata.PackageNotFoundError:
-        return  # a source tree on the path, without metadata: imports decide
+        version = DSL_SERIES  # a source tree on the path, without metadata: imports decide
     if not version.startswith(DSL_SERIES):
         raise BackendUnavailableError(f"nvidia-cutlass-dsl: got {version}; allowed: {DSL_SERIES}*")
+    try:
+        importlib.import_module("cutlass")
+    except Exception as error:  # without its part for a CUDA release it raises RuntimeError
+        raise BackendUnavailableError(
+            f"nvidia-cutlass-dsl: is installed and does not load ({type(error).__name__}: {error}); allowed: all of its parts, "
+            "or a library of the same sources (compact-state build --shared)"
+        ) from error
 
 
 def cache_dir() -> Path:
@@ -176,7 +183,7 @@ def _load(kernel_file: str, key: KernelKey) -> CompiledKernel:
             "nvidia-cutlass-dsl is not installed; allowed: a library of the same sources (compact-state build --shared), "
             "or the compiler"
         )
-    check_dsl_version()
+    check_dsl()
     for attempt in range(2):
         path = ensure_object(kernel_file, key)
         loaded = _load_object(path, key.symbol())

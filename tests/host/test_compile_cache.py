@@ -135,6 +135,17 @@ def test_a_folder_named_like_the_compiler_is_not_the_compiler(cache_folder, tmp_
         cache.jit_cache("state_ids")(KEY)
 
 
+def test_a_compiler_that_does_not_load_is_named_with_its_reason(cache_folder, tmp_path, monkeypatch):
+    (tmp_path / "cutlass").mkdir()
+    (tmp_path / "cutlass" / "__init__.py").write_text("raise RuntimeError('no part for this release')")
+    monkeypatch.delitem(sys.modules, "cutlass", raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(
+        BackendUnavailableError, match=r"does not load \(RuntimeError: no part.*compact-state build --shared"
+    ):
+        cache.jit_cache("state_ids")(KEY)
+
+
 def test_J10_compiler_of_another_series_is_refused_before_it_is_used(cache_folder, monkeypatch):
     monkeypatch.setattr(cache.importlib.metadata, "version", lambda name: "4.9.0")
     with pytest.raises(BackendUnavailableError, match=r"got 4\.9\.0; allowed: 4\.8\."):
