@@ -16,7 +16,7 @@ from compact_state import cute_kernels
 from compact_state.cute_kernels import Checkpoints, DraftLog, conv_launch, delta_rule, layer_launch, verify_launch
 from compact_state.cute_kernels.compile import cache
 from compact_state.cute_kernels.compile.manifest import manifest
-from compact_state.cute_kernels.configs import tables
+from compact_state.cute_kernels.configs import recurrent, tables
 
 HK, HV, SLOTS, WIDTH = 1, 2, 4, 4
 CHANNELS = (2 * HK + HV) * 128
@@ -202,3 +202,13 @@ def test_the_recorder_sees_a_key_that_does_not_ship(asked, monkeypatch):
     monkeypatch.setattr(recurrent, "choose", lambda *arguments: odd)
     decode_all(1, torch.float32)
     assert pairs(asked) - shipped() == {("recurrent_decode", odd)}
+
+
+def test_large_batches_keep_the_states_they_read():
+    """device/kept.py: from 768 pairs of row and head on; the layer step on fp32 pools and where a block lands four passes."""
+    for state in ("float32", "bfloat16"):
+        for heads in (1, 767, 768, 16384):
+            assert recurrent.heuristic("gdn", state, heads).kept == (heads >= 768)
+    layers = [entry.key for entry in manifest() if entry.kernel_file == "layer_decode"]
+    assert {(key.state, key.landed) for key in layers if key.kept} == {("float32", 0), ("bfloat16", 4)}
+    assert {(key.state, key.landed) for key in layers if not key.kept} == {("bfloat16", 0), ("bfloat16", 2)}
