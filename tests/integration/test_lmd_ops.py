@@ -14,8 +14,10 @@ pytest.importorskip("lmdeploy", reason="lmdeploy is not installed")
 import lmd_flow  # noqa: E402  turns the adapter on in this process
 from lmdeploy.pytorch.model_inputs import ModelInputs  # noqa: E402
 
+from compact_state import cute_kernels  # noqa: E402
 from compact_state.cute_kernels.checkpoints import Checkpoints  # noqa: E402
 from compact_state.integration.lmdeploy import cache, ids, ops  # noqa: E402
+from compact_state.integration.lmdeploy import layer as layers  # noqa: E402
 
 W, C, HK, HV, D = 4, 24, 2, 4, 8
 SLOTS = 6
@@ -77,6 +79,26 @@ def test_a_split_prefill_and_decode_equal_one_prefill() -> None:
     parts = [layer(x[:25], [25], [0], [(-1, 2)]), layer(x[25:38], [13], [25], [(2, 3)])]
     parts += [layer(x[t : t + 1], [1], [t], [(3, 3)]) for t in (38, 39)]
     close(torch.cat(parts), whole)
+
+
+def test_steps_behind_a_projection_are_plain_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing starts beside a projection of cuBLAS, where a dependent launch takes longer than a plain one."""
+    asked: dict[str, Any] = {}
+
+    def ask(name: str) -> None:
+        monkeypatch.setattr(cute_kernels, name, lambda x, *_, **options: asked.update({name: options["pdl"]}) or x)
+
+    ask("causal_conv1d_decode")
+    ask("gdn_layer_decode")
+    Layer()(tokens(1), [1], [5], [(2, 2)])
+    same = SimpleNamespace(detach=lambda: torch.ones(1, 1))
+    projected = dict.fromkeys(("in_proj_qkv", "in_proj_z", "in_proj_ba", "out_proj"), lambda x: x)
+    layer = SimpleNamespace(
+        **projected, fix_ba_ordering=lambda x: (x, x), conv1d=SimpleNamespace(weight=same), dt_bias=same, activation="silu",
+        norm=SimpleNamespace(weight=same), get_A_log_exp=lambda: None, layer_norm_epsilon=1e-6, compact_backend="auto",
+    )  # fmt: skip
+    layers._decode(layer, torch.ones(1, 1, 1), (None, None), SimpleNamespace(read_ids=0, write_ids=0, positions=0))
+    assert asked == {"causal_conv1d_decode": False, "gdn_layer_decode": False}
 
 
 @pytest.mark.parametrize("suffix", [1, 2])
