@@ -17,6 +17,7 @@ from .lines import lines_table
 from .overview import overview_block
 from .tables import (
     best_peer,
+    clock_note,
     eager_note,
     environment_line,
     failed_cells,
@@ -75,7 +76,7 @@ def family_block(stem: str, result: dict[str, Any], images: list[str]) -> str:
         rows = [row for row in result["rows"] if row["op"] == op]
         if not rows:
             continue
-        parts += [summary(op, rows), eager_note(rows), missing_peers(rows)]
+        parts += [summary(op, rows), clock_note(rows), eager_note(rows), missing_peers(rows)]
         parts += [folded(f"{op}: all {len(rows)} cells", rows_table(rows)).strip()]
     parts.append(failed_cells(result.get("failures", {})))
     return "\n\n".join(part for part in parts if part)

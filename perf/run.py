@@ -116,6 +116,8 @@ def _row(
     eager = [name for name, timing in others.items() if not timing.graph]
     if eager:
         row["eager_peers"] = eager
+    if timings.clock_mhz is not None:
+        row["clock_mhz"] = round(timings.clock_mhz)
     return row | prepared.notes
 
 

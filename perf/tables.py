@@ -82,6 +82,18 @@ def eager_note(rows: Sequence[Row]) -> str:
     return f"* {', '.join(names)} could not be captured in a graph: its host time is included." if names else ""
 
 
+def clock_note(rows: Sequence[Row]) -> str:
+    """The clock that the cells of an operator were timed at, where it was measured."""
+    clocks = [row["clock_mhz"] for row in rows if "clock_mhz" in row]
+    if not clocks:
+        return ""
+    low = sorted(
+        (row["clock_mhz"], row["case"]) for row in rows if row.get("clock_mhz", max(clocks)) < 0.95 * max(clocks)
+    )
+    below = f", below 0.95 of it in {', '.join(f'{case} ({clock})' for clock, case in low)}" if low else ""
+    return f"Clock between rounds, of each cell the lowest: {min(clocks)} to {max(clocks)} MHz{below}."
+
+
 def rows_table(rows: Sequence[Row]) -> str:
     """All rows of one operator: times, floor, slab copy, peers and ratios."""
     peers = sorted({name for row in rows for name in row["peers"]})

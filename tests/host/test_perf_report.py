@@ -270,6 +270,13 @@ def test_a_peer_timed_outside_a_graph_is_marked() -> None:
     assert tables.eager_note(rows[1:]) == ""
 
 
+def test_cells_at_a_lower_clock_are_named() -> None:
+    rows = [{"case": "a", "clock_mhz": 1980}, {"case": "b", "clock_mhz": 1531}, {"case": "c"}]
+    assert tables.clock_note(rows[:1]) == "Clock between rounds, of each cell the lowest: 1980 to 1980 MHz."
+    assert tables.clock_note(rows).endswith("1531 to 1980 MHz, below 0.95 of it in b (1531).")
+    assert tables.clock_note(rows[2:]) == ""
+
+
 def test_the_whole_matrix_goes_from_cases_to_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every case of the registry, family by family as `all` measures it, with a peer's figure wherever a peer has a kernel."""
     from compact_state.perf import run

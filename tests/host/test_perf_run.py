@@ -227,6 +227,7 @@ class FakeRounds(timing.GraphTimer):
 
     def __init__(self) -> None:
         self._stream = None  # type: ignore[assignment]
+        self._clock = timing.SteadyClock()
 
     def _runner(self, contender: timing.Contender, pool: object) -> timing.Runner:
         def run() -> None:
@@ -236,11 +237,12 @@ class FakeRounds(timing.GraphTimer):
         return timing.Runner(run, True, len(contender.launches), None)
 
     @staticmethod
-    def _rounds(runners: dict[str, timing.Runner], samples: dict[str, list[float]], count: int) -> None:
+    def _rounds(runners: dict[str, timing.Runner], samples: timing.Samples, count: int) -> float:
         for _ in range(count):
             for name, runner in runners.items():
                 timing.GraphTimer._run(name, runner)
                 samples[name].append(1.0)
+        return 1980.0
 
 
 def test_a_peer_that_fails_while_it_is_timed_costs_no_other_its_figure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,6 +265,7 @@ def test_a_peer_that_fails_while_it_is_timed_costs_no_other_its_figure(monkeypat
     timings = FakeRounds().time(contenders)
     assert set(timings.by_name) == {"ours", "cudnn"}
     assert timings.failures == {"fla": "ValueError: repeats can not be negative"}
+    assert timings.clock_mhz == 1980.0
     calls.clear()
     with pytest.raises(ValueError, match="negative"):
         FakeRounds().time([timing.Contender("ours", [fails])])
@@ -310,3 +313,35 @@ def test_memory_is_given_back_where_much_is_reserved(monkeypatch: pytest.MonkeyP
     assert collected == []
     run._collect(True)
     assert collected == ["garbage", "pools"]
+
+
+@pytest.mark.parametrize(
+    ("clocks", "counts", "pauses"),
+    [
+        ([1980.0], 0, 0),
+        ([1530.0, 1960.0], 1, 1),  # down once, then up
+        ([1530.0, 1700.0, 1600.0, 1650.0], 1, 3),  # never up again: the highest of the four
+    ],
+)
+def test_a_case_at_a_lower_clock_than_others_is_taken_again(clocks: list[float], counts: int, pauses: int) -> None:
+    waited: list[float] = []
+    steady = timing.SteadyClock(waited.append)
+    steady.fastest = 1980.0
+    left = iter(enumerate(clocks))
+
+    def take() -> tuple[timing.Samples, float]:
+        number, clock = next(left)
+        return {"ours": [float(number)]}, clock
+
+    samples, clock = steady.steadiest(take)
+    assert (samples["ours"], clock, len(waited)) == ([float(counts)], clocks[counts], pauses)
+
+
+def test_the_first_cases_set_the_clock_and_patience_ends() -> None:
+    steady = timing.SteadyClock(lambda seconds: None)
+    assert steady.steadiest(lambda: ({}, 1900.0))[1] == steady.fastest == 1900.0
+    takes = iter([1700.0, 1990.0])
+    assert steady.steadiest(lambda: ({}, next(takes)))[1] == steady.fastest == 1990.0
+    steady.patience_s = 0.0
+    takes = iter([1700.0, 1990.0])
+    assert steady.steadiest(lambda: ({}, next(takes)))[1] == 1700.0
