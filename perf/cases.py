@@ -96,7 +96,8 @@ class Case:
     """One row of a result file.
 
     gates: KDA prefill's gate set. accepted: verify's replayed tokens a row, or "random" (1 to T, drawn with a fixed seed).
-    quick: part of the short matrix. late: measured after the others, so that a run that is cut short has what matters.
+    quick: part of the short matrix. late: measured after the others, so that a run that is cut short has what matters. alone:
+    without peers, which would compile kernels of their own for it.
     """
 
     op: str
@@ -107,6 +108,7 @@ class Case:
     accepted: int | str | None = None
     quick: bool = False
     late: bool = False
+    alone: bool = False
 
     @property
     def name(self) -> str:
@@ -179,9 +181,9 @@ def _verify() -> Iterator[Case]:
         g = geometry(name)
         for dtype in STATE_DTYPES:
             for batch in (1, 8, 32, 64, 128):
-                for tokens in (2, 3, 4, 5, 6, 8):
-                    late = batch in (32, 128) or tokens in (3, 5)
-                    yield Case(f"{g.kind}_verify", g, workload(f"B{batch}T{tokens}"), dtype, None, RANDOM, late=late)
+                for tokens in range(2, 9):
+                    load, late = workload(f"B{batch}T{tokens}"), batch in (32, 128) or tokens in (3, 5, 7)
+                    yield Case(f"{g.kind}_verify", g, load, dtype, None, RANDOM, late=late, alone=tokens == 7)
             for tokens in (1, 2, 4, 8):
                 yield Case(f"{g.kind}_verify", g, workload(f"B64T{tokens}"), dtype, None, tokens)
 

@@ -28,6 +28,7 @@ CPU_POOL_BYTES = 64 * 2**20
 GARBAGE_BYTES = 40 * 2**30  # reserved before a case: above it memory is given back
 SAVE_EVERY_S = 3.0
 NOT_RUN = "not run: "  # begins what `failures` says of a case that was not reached
+ALONE = "not asked: for so many drafts peers would compile kernels of their own"
 DEVICE_LOST = "the device failed in a case before"
 NAMED_CASES = 20  # that a resumed run is recorded with by name; of more it is their number
 FIXED_COST_BYTES = 2**16  # below it a launch's fixed cost is all there is, and a floor of bytes says nothing
@@ -197,7 +198,7 @@ def run(
         _collect(cuda)
         try:
             start = time.monotonic()
-            absent = dict(without(case))
+            absent = dict.fromkeys(adapters, ALONE) if case.alone else dict(without(case))
             present = {name: adapter for name, adapter in adapters.items() if name not in absent}
             try:
                 row = run_case(case, ws, timer, present, env["copy_tb_s"], clock)

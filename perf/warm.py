@@ -88,10 +88,11 @@ def group_of(case: Case) -> Group:
 
 
 def distinct(cases: Iterable[Case]) -> list[Case]:
-    """One case of those that differ in accepted counts and gates alone, which change no kernel."""
+    """Of the cases that have peers, one of those that differ in accepted counts and gates alone, which change no kernel."""
     found: dict[object, Case] = {}
     for case in cases:
-        found.setdefault((case.op, case.geometry.id, case.workload.name, case.state_dtype), case)
+        if not case.alone:
+            found.setdefault((case.op, case.geometry.id, case.workload.name, case.state_dtype), case)
     return list(found.values())
 
 

@@ -116,6 +116,10 @@ def test_registry_holds_the_matrices() -> None:
             assert f"{g.kind}_decode:{name}:B{batch}:bf16" in names
         for accepted in (0, 3, 6):
             assert f"{g.kind}_verify:{name}:B64T6:f32:a{accepted}" in names
+    for name, kind in (("Q1", "gdn"), ("G1", "kda")):
+        for batch in (1, 8, 32, 64, 128):
+            for tokens in range(2, 9):
+                assert f"{kind}_verify:{name}:B{batch}T{tokens}:bf16:arandom" in names
     for name in ("Q1", "Q3", "Q4", "Q5", "Q7"):
         for load in ("1x2048", "1x32768", "28672+4096", "ragged64", "4x2048+ckpt512"):
             assert f"gdn_prefill:{name}:{load}:f32" in names

@@ -220,6 +220,7 @@ def test_every_case_is_warmed_for_each_peer_that_keeps_kernels_on_disk() -> None
     found = warm.units(cases, ("flashinfer", "fla", "lmdeploy"))
     assert next(iter(found))[0].endswith("prefill")
     wanted = {(case.name, peer) for case in warm.distinct(cases) for peer in warm.ON_DISK.get(case.op, ())}
+    assert not {case.name for case in cases if case.alone} & {name for name, _ in wanted}
     assert {(case.name, unit[2]) for unit, group in found.items() for case in group} == wanted
     for (_, name, _), group in found.items():
         assert {case.geometry.id for case in group} == {name.split(":")[0]}
