@@ -304,6 +304,7 @@ def test_I25_three_rounds_of_sleep_leave_no_checkpoint_and_no_slot() -> None:
             flow.step()
         flow.sleep()
         assert flow.checkpoints == []
+        assert flow.scheduler.block_trie._roots == {}
         assert flow.ledger.mode == "asleep"
         assert len(flow.ledger.free) == flow.ledger.num_slots
         flow.wake(["weights"])
@@ -311,10 +312,11 @@ def test_I25_three_rounds_of_sleep_leave_no_checkpoint_and_no_slot() -> None:
         flow.wake(["kv_cache"])
         assert flow.ledger.mode == "run"
         assert flow.ledger.incarnation == round_ + 1
-        seq = flow.serve(prompt(300), 3)
-        assert seq.cached_tokens == 0
-        assert list(seq.generated_ids) == answer(prompt(300), 3)
-        flow.end(seq)
+        for cached in (0, 256):  # what is found then is KV of the new memory: the device knows no other
+            seq = flow.serve(prompt(300), 3)
+            assert seq.cached_tokens == cached
+            assert list(seq.generated_ids) == answer(prompt(300), 3)
+            flow.end(seq)
 
 
 def test_I23_new_weights_find_nothing_of_the_old() -> None:
