@@ -3,7 +3,7 @@
 The time of a batch of eager calls is taken without waiting for the device, after a batch that is not counted; the figure is
 the median over many batches. A batch is so short that its launches fit in the device's queue. A case is taken again where the
 core was not the process's own before or after (`core.py`), at once and, because what shares it may stay for seconds, behind all
-other cases: which of the takes counts follows from that alone, not from its time.
+other cases, the most disturbed first: which of the takes counts follows from that alone, not from its time.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ def measure(
             if number:
                 core.patience_s -= time.monotonic() - began
         keep(found)
-        left = disturbed
+        # Behind steps prefill, for which no line is drawn.
+        left = sorted(disturbed, key=lambda each: (each[0].op.endswith("_prefill"), -found[each[0].name][0]))
         if not left:
             break
         if deadline < math.inf:  # what is left of it may go to what was disturbed
@@ -126,7 +127,8 @@ def add(
     deadline: float = math.inf,
     save: Callable[[], object] = lambda: None,
 ) -> int:
-    """Measure the rows of these cases and put `host_us` into them; the environment says when and how. Gives how many.
+    """Measure the rows of these cases and put `host_us` and how much the core was slowed into them; the environment says when
+    and how. Gives how many.
 
     save: called whenever figures have been put into `results`.
     """
@@ -138,8 +140,8 @@ def add(
     date = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
     def put(found: dict[str, tuple[float, float]]) -> None:
-        for name, (_, host_us) in found.items():
-            rows[name]["host_us"] = round(host_us, 2)
+        for name, (slowdown, host_us) in found.items():
+            rows[name] |= {"host_us": round(host_us, 2), "host_slowdown": round(slowdown, 2)}
         for result in results:
             slowed = [found[row["case"]][0] for row in result["rows"] if row.get("case") in found]
             if slowed:

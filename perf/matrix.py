@@ -3,7 +3,8 @@ times come last, from one process alone.
 
 Two kinds of peers (`warm.ON_DISK`, `warm.IN_MEMORY`): those that keep compiled and tuned kernels on disk are warmed by processes
 of their own; those whose compiler keeps them in memory alone must compile in the process that times them, which does so in the
-same phase. No family is timed before all of that is over, and never two at once.
+same phase. No family is timed before all of that is over, within the limit of compiling, and never two at once: a peer that runs
+its kernels for the first time beside a case makes some of its rounds half as long again.
 """
 
 from __future__ import annotations
@@ -211,7 +212,7 @@ def _stamp(out: Path, cases: Sequence[Case], times: dict[str, float]) -> None:
 
 
 def _next(families: Sequence[Family], wanted: Sequence[str], say: Callable[[str], None], until: float = 0.0) -> Family:
-    """The first family that is ready: one may still compile while another is measured, which the GPU hardly feels.
+    """The first family that is ready.
 
     When all that are left still compile then, `until` at the earliest, the first one starts again without the peers it waits for.
     """
@@ -251,6 +252,8 @@ def _give_turns(
 ) -> list[str]:
     failed = []
     waiting = list(families)
+    while time.monotonic() < until and not all(family.is_ready for family in families):
+        time.sleep(0.1)
     while waiting:
         family = _next(waiting, wanted, say, until)
         weights = {other.name: len(other.cases) * COST[other.name] for other in waiting}

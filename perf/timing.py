@@ -5,8 +5,8 @@ together they touch several times the L2 cache, so every launch finds its data c
 once, in turn: drift of clocks or temperature meets all alike. The figure is the median over rounds of graph time / launches.
 
 Behind heavy work a chip lowers its clock for a tenth of a second, which costs those most that compute most. So the clock is
-measured around every few rounds, by a kernel that waits for a number of cycles, and a case whose rounds met a lower clock than
-others is taken again.
+measured around every few rounds, by a kernel that waits for a number of cycles, and all contenders are taken again where rounds
+met a lower clock than others do, or differ by more than they should.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ SLOW_ROUNDS = 3
 START_CYCLES = 2_000_000  # the device starts about a millisecond behind, so no launch gap is timed
 CLOCK_CYCLES = 200_000  # a tenth of a millisecond, which events time to half a per cent
 STEADY = 0.95  # of the fastest clock of the process, in all rounds of a take
-TAKES = 4
+DISTURBED_SPREAD = 0.05  # of any contender's rounds
+TAKES = 4  # at most, until one is undisturbed
 RECOVERY_S = 0.15  # how long a clock stays down
 PATIENCE_S = 15.0  # of all that is taken again
 
@@ -110,22 +111,30 @@ def summarize(samples: Sequence[float], graph: bool) -> Timing:
     return Timing(median, (high - low) / median if median else 0.0, graph)
 
 
-class SteadyClock:
+class Takes:
     """Which of several takes counts. fastest: the highest clock so far, MHz. patience_s: left for what is taken again."""
 
     def __init__(self, pause: Callable[[float], None] = time.sleep, patience_s: float = PATIENCE_S) -> None:
         self.fastest, self.patience_s, self._pause = 0.0, patience_s, pause
 
-    def steadiest(self, take: Callable[[], tuple[Samples, float]]) -> tuple[Samples, float]:
-        """The first take whose lowest clock is near the fastest, of TAKES at most, else the one with the highest lowest clock."""
-        best, takes = take(), 1
+    def undisturbed(self, take: Callable[[], tuple[Samples, float]]) -> tuple[Samples, float]:
+        """The first take at a steady clock and of a small spread, of TAKES at most, else the best: its clock, then its spread."""
+
+        def quality(found: tuple[Samples, float]) -> tuple[float, float]:
+            spreads = [summarize(samples, True).spread for samples in found[0].values()]
+            return min(found[1], STEADY * self.fastest), -max([DISTURBED_SPREAD, *spreads])
+
+        found = [take()]
+        self.fastest = max(self.fastest, found[0][1])
         began = time.perf_counter()
-        while best[1] < STEADY * self.fastest and takes < TAKES and time.perf_counter() - began < self.patience_s:
+        while max(map(quality, found)) < (STEADY * self.fastest, -DISTURBED_SPREAD):
+            if len(found) == TAKES or time.perf_counter() - began > self.patience_s:
+                break
             self._pause(RECOVERY_S)
-            best, takes = max(best, take(), key=lambda found: found[1]), takes + 1
+            found.append(take())
+            self.fastest = max(self.fastest, found[-1][1])
         self.patience_s -= time.perf_counter() - began
-        self.fastest = max(self.fastest, best[1])
-        return best
+        return max(found, key=quality)
 
 
 @dataclass(frozen=True)
@@ -143,7 +152,7 @@ class GraphTimer:
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
-        self._clock = SteadyClock()
+        self._takes = Takes()
 
     def _capture(self, contender: Contender, pool: Any) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
@@ -196,7 +205,7 @@ class GraphTimer:
                 results.failures[contender.name] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
         while True:
             try:
-                samples, results.clock_mhz = self._clock.steadiest(lambda: self._measure(runners))
+                samples, results.clock_mhz = self._takes.undisturbed(lambda: self._measure(runners))
                 break
             except PeerError as failed:  # one that ran a moment ago: the others are timed without it
                 del runners[failed.name]

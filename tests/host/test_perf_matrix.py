@@ -47,6 +47,7 @@ def test_host_times_can_be_left_to_a_quiet_moment(tmp_path: Path, monkeypatch: p
     assert main(["host", *chosen]) == 0
     (timed,) = schema.load(tmp_path / "decode.json")["rows"]
     assert timed.pop("host_us") > 0
+    assert timed.pop("host_slowdown") >= 1
     assert timed == row
     assert main(["host", "--case", "gdn_decode:Q1:B64:f32", *chosen[2:]]) == 1, "no row of that case"
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -211,8 +213,6 @@ class BrokenCapture(timing.GraphTimer):
 
 
 def test_ours_is_never_timed_outside_a_graph_and_a_peer_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    import contextlib
-
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     timer = BrokenCapture()
@@ -227,7 +227,7 @@ class FakeRounds(timing.GraphTimer):
 
     def __init__(self) -> None:
         self._stream = None  # type: ignore[assignment]
-        self._clock = timing.SteadyClock()
+        self._takes = timing.Takes(lambda seconds: None)
 
     def _runner(self, contender: timing.Contender, pool: object) -> timing.Runner:
         def run() -> None:
@@ -245,13 +245,37 @@ class FakeRounds(timing.GraphTimer):
         return 1980.0
 
 
-def test_a_peer_that_fails_while_it_is_timed_costs_no_other_its_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    import contextlib
-
+@pytest.fixture
+def _no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(timing, "WARM_UP_S", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("takes", "us", "left"),
+    [
+        ([[10.0] * 11, [9.0] * 11], 10.0, 1),  # steady: one take
+        ([[10.0, 15.0] * 6, [11.0] * 11], 11.0, 0),  # disturbed, then steady, though slower than half of its rounds
+        ([[10.0] * 6 + [11.0] * 5, *[[1.0, 30.0] * 6] * 3], 10.0, 0),  # disturbed four times: the steadiest one
+    ],
+)
+@pytest.mark.usefixtures("_no_device")
+def test_a_disturbed_case_is_taken_again_and_the_steadier_take_counts(
+    takes: list[list[float]], us: float, left: int
+) -> None:
+    class Scripted(FakeRounds):
+        def _measure(self, runners: dict[str, timing.Runner]) -> tuple[timing.Samples, float]:
+            return {"ours": takes.pop(0), "fla": [5.0] * 11}, 1980.0
+
+    timings = Scripted().time([timing.Contender(name, [lambda: None]) for name in ("ours", "fla")])
+    assert timings.by_name["ours"].us == us
+    assert len(takes) == left
+
+
+@pytest.mark.usefixtures("_no_device")
+def test_a_peer_that_fails_while_it_is_timed_costs_no_other_its_figure() -> None:
     calls: list[int] = []
 
     def fails() -> None:
@@ -287,6 +311,14 @@ def test_a_case_that_fails_beside_peers_is_measured_without_them(monkeypatch: py
     (row,) = result["rows"]
     assert result["failures"] == {}
     assert row["peers_missing"] == {"fla": "the case failed beside the peers: RuntimeError: CUDA out of memory"}
+
+
+def test_a_case_of_its_own_is_measured_without_peers_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run.peers, "load", lambda names: ({"fla": fake_peer(1.0)}, {"fla": "0.6.0"}))
+    result = run.run([replace(small("gdn_decode", "B3"), alone=True)], device=CPU, say=lambda text: None)
+    (row,) = result["rows"]
+    assert row["peers"] == {}
+    assert row["peers_missing"] == {"fla": run.ALONE}
 
 
 def test_a_wrong_result_of_ours_is_not_tried_again_without_peers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,7 +357,7 @@ def test_memory_is_given_back_where_much_is_reserved(monkeypatch: pytest.MonkeyP
 )
 def test_a_case_at_a_lower_clock_than_others_is_taken_again(clocks: list[float], counts: int, pauses: int) -> None:
     waited: list[float] = []
-    steady = timing.SteadyClock(waited.append)
+    steady = timing.Takes(waited.append)
     steady.fastest = 1980.0
     left = iter(enumerate(clocks))
 
@@ -333,15 +365,15 @@ def test_a_case_at_a_lower_clock_than_others_is_taken_again(clocks: list[float],
         number, clock = next(left)
         return {"ours": [float(number)]}, clock
 
-    samples, clock = steady.steadiest(take)
+    samples, clock = steady.undisturbed(take)
     assert (samples["ours"], clock, len(waited)) == ([float(counts)], clocks[counts], pauses)
 
 
 def test_the_first_cases_set_the_clock_and_patience_ends() -> None:
-    steady = timing.SteadyClock(lambda seconds: None)
-    assert steady.steadiest(lambda: ({}, 1900.0))[1] == steady.fastest == 1900.0
+    steady = timing.Takes(lambda seconds: None)
+    assert steady.undisturbed(lambda: ({}, 1900.0))[1] == steady.fastest == 1900.0
     takes = iter([1700.0, 1990.0])
-    assert steady.steadiest(lambda: ({}, next(takes)))[1] == steady.fastest == 1990.0
+    assert steady.undisturbed(lambda: ({}, next(takes)))[1] == steady.fastest == 1990.0
     steady.patience_s = 0.0
     takes = iter([1700.0, 1990.0])
-    assert steady.steadiest(lambda: ({}, next(takes)))[1] == 1700.0
+    assert steady.undisturbed(lambda: ({}, next(takes)))[1] == 1700.0
