@@ -45,7 +45,9 @@ def test_every_number_of_parts(hv):
     check([1000, 127, 128, 129, 640], hk=2, hv=hv, dataset="trained", path="parts")
 
 
-@pytest.mark.parametrize(("hk", "hv"), [(1, 1), (1, 6), (3, 3), (2, 8), (4, 16), (16, 16), (16, 32), (16, 48)])
+@pytest.mark.parametrize(
+    ("hk", "hv"), [(1, 1), (1, 6), (3, 3), (2, 8), (4, 16), (16, 16), (16, 32), (16, 48), (256, 1024)]
+)
 def test_head_geometries(hk, hv):
     check([130, 70], hk=hk, hv=hv)
 

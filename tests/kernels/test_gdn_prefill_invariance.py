@@ -136,9 +136,10 @@ def test_causality_a_changed_suffix_changes_no_earlier_bit(cut, path):
     assert not torch.equal(out[cut:], later[cut:])
 
 
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_D4_equal_repeats(dtype):
-    check_equal_repeats(chunked, "gdn", 4, 16, dtype)
+def test_D4_equal_repeats(dtype, path):
+    check_equal_repeats(RUN[path], "gdn", 4, 16, dtype)
 
 
 def test_graph_replay_follows_changed_ids_and_lengths():
@@ -315,9 +316,9 @@ def test_the_form_that_lengths_choose_changes_no_bit(monkeypatch, lengths, hk, h
         assert torch.equal(bits(pool), bits(results[2][1]))
 
 
-@pytest.mark.parametrize("form", [{"slabs": 1}, {"columns": True}], ids=str)
-def test_records_give_equal_repeats(form):
-    check_equal_repeats(functools.partial(chunked, records=True, **form), "gdn", 4, 16, torch.float32)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_columns_give_equal_repeats(dtype):
+    check_equal_repeats(functools.partial(chunked, records=True, columns=True), "gdn", 4, 16, dtype)
 
 
 @pytest.mark.parametrize("long_length", [128, 10**6])

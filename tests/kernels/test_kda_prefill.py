@@ -18,7 +18,7 @@ from prefill_case import (
     filled_pool,
 )
 
-from compact_state.cute_kernels import Checkpoints, kda_launch, kda_prefill
+from compact_state.cute_kernels import Checkpoints, kda_decode, kda_launch, kda_prefill
 from compact_state.cute_kernels.reference.datasets import (
     DATASETS,
     RAGGED_LENGTHS,
@@ -126,7 +126,7 @@ def test_both_block_forms(slabs, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("lower_bound", [None, -5.0])
-@pytest.mark.parametrize(("hk", "hv"), [(1, 1), (1, 6), (3, 3), (2, 8), (16, 16), (32, 32), (64, 64)])
+@pytest.mark.parametrize(("hk", "hv"), [(1, 1), (1, 6), (3, 3), (2, 8), (16, 16), (32, 32), (64, 64), (256, 1024)])
 def test_C4_head_geometries(hk, hv, lower_bound):
     check([130, 70, 1], hk=hk, hv=hv, lower_bound=lower_bound)
 
@@ -319,8 +319,38 @@ def test_softplus_and_bounded_kernels_agree_on_equal_decays(lower_bound):
     assert_close(pool[2], pool[1].double(), 0.001, "state")
 
 
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+@pytest.mark.parametrize("cut", [1, 15, 63, 64, 100, 128, 299])
+def test_split_at_any_point_equals_unsplit_within_tolerance(cut, lower_bound):
+    tokens, hv = 300, 4
+    inputs = delta_inputs("kda", "trained", tokens, 2, hv, lower_bound=lower_bound, device="cuda")
+    pool, ends = filled_pool(3, hv, torch.float32, "trained", (0,)), [ids(slot, device="cuda") for slot in range(3)]
+    out = public(*inputs.tensors, pool, ends[0], ends[1], cu_seqlens([tokens], device="cuda"), **inputs.gate_options)
+    parts = []
+    for rows, read in ((slice(0, cut), ends[0]), (slice(cut, tokens), ends[2])):
+        part, cu = inputs.rows(rows), cu_seqlens([rows.stop - rows.start], device="cuda")
+        parts.append(public(*part.tensors, pool, read, ends[2], cu, **part.gate_options))
+    assert_close(torch.cat(parts), out.double(), 0.006, "out")
+    assert_close(pool[2], pool[1].double(), 0.01, "state")
+
+
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+def test_prefill_equals_decode_steps(lower_bound):
+    tokens, hv = 100, 4
+    inputs = delta_inputs("kda", "trained", tokens, 2, hv, lower_bound=lower_bound, device="cuda")
+    pool, ends = filled_pool(3, hv, torch.float32, "trained", (0,)), [ids(slot, device="cuda") for slot in range(3)]
+    out = public(*inputs.tensors, pool, ends[0], ends[1], cu_seqlens([tokens], device="cuda"), **inputs.gate_options)
+    steps = []
+    for t in range(tokens):
+        step, read = inputs.rows(slice(t, t + 1)), ends[2 if t else 0]
+        steps.append(kda_decode(*step.tensors, pool, read, ends[2], **step.gate_options, backend="kernels"))
+    assert_close(out, torch.cat(steps).double(), 0.006, "out")
+    assert_close(pool[1], pool[2].double(), 0.01, "state")
+
+
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_D4_equal_repeats(dtype):
+def test_D4_equal_repeats(dtype, path):
     check_equal_repeats(chunked, "kda", 16, 16, dtype)
 
 

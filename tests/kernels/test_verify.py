@@ -11,6 +11,7 @@ from verify_case import (
     KINDS,
     PREFILL,
     REFERENCE,
+    bits,
     commit,
     ids,
     inputs,
@@ -194,25 +195,34 @@ def test_F8_verify_accept_and_undo_moves_equal_a_straight_run(kind, bound):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ["gdn", "kda"])
 def test_rows_do_not_depend_on_batch_or_slots_and_repeat_exactly(kind, dtype):
+    """1,000 steps that replay logged tokens: in place, by turns in slots of another order, and some rows alone."""
     hk, hv, rows, tokens = 2, 4, 150, 4
     x = inputs(kind, None, rows * tokens, hk, hv)
     start = states(rows, hv, dtype)
     cu = torch.arange(rows + 1, dtype=torch.int32, device=DEVICE) * tokens
-    none = torch.zeros(rows, dtype=torch.int32, device=DEVICE)
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.int32)
-    first = None
-    for repeat in range(20):
-        slots = order if repeat % 2 else torch.arange(rows, dtype=torch.int32, device=DEVICE)
-        pool = start.clone()
+    plain = torch.arange(rows, dtype=torch.int32, device=DEVICE)
+    filled, accepted = make_log(kind, rows, hk, hv), plain % (tokens + 1)
+    verify(x, start.clone(), plain, plain, cu, filled, accepted * 0)
+    filled.half.bitwise_xor_(1)
+    pool, log = start.clone(), DraftLog(filled.k.clone(), filled.u.clone(), filled.g.clone(), None, filled.half)
+    first, different = None, torch.zeros((), dtype=torch.bool, device=DEVICE)
+    for repeat in range(1000):
+        slots = order if repeat % 2 else plain
         pool[slots.long()] = start
-        log = make_log(kind, rows, hk, hv)
-        out = verify(x, pool, slots, slots, cu, log, none)
-        first = (out, log.u.nan_to_num()) if first is None else first
-        assert same(out, first[0])
-        assert same(log.u.nan_to_num(), first[1])
-    part = x.rows(slice(7 * tokens, 9 * tokens))
-    out = verify(part, start, ids(7, 8), ids(-1, -1), ids(0, tokens, 2 * tokens), make_log(kind, 2, hk, hv), ids(0, 0))
-    assert same(out, first[0][7 * tokens : 9 * tokens])
+        for target, source in ((log.k, filled.k), (log.u, filled.u), (log.g, filled.g)):
+            target.copy_(source)
+        found = verify(x, pool, slots, slots, cu, log, accepted), pool[slots.long()], log.k, log.u, log.g
+        first = first or [bits(part).clone() for part in found]
+        for part, expected in zip(found, first):
+            different |= (bits(part) != expected).any()
+    assert not different
+    for row in (7, 8, 148):
+        here, part = slice(row, row + 1), slice(row * tokens, (row + 1) * tokens)
+        k, u, g, half, count = (each[here].clone() for each in (filled.k, filled.u, filled.g, filled.half, accepted))
+        alone = DraftLog(k, u, g, None, half)
+        out = verify(x.rows(part), start, ids(row), ids(-1), ids(0, tokens), alone, count)
+        assert same(out, first[0].view(torch.bfloat16)[part])
 
 
 @pytest.mark.parametrize("hv", [1, 2, 3, 6, 12, 24, 48, 96])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from verify_case import BACKEND, DEVICE, DTYPES, KINDS, VERIFY, ids, inputs, make_log, same, states, verify
+from verify_case import BACKEND, DEVICE, DTYPES, KINDS, VERIFY, commit, ids, inputs, make_log, same, states, verify
 
 from compact_state.cute_kernels import DraftLog, advance_state_ids, verify_launch
 from compact_state.cute_kernels.errors import InvalidArgumentError
@@ -137,6 +137,40 @@ def test_A13_a_captured_step_replays_with_new_inputs_counts_and_halves(kind, dty
         assert same(out, expected[step]), f"step {step}"
     assert same(pool, eager)
     assert positions.tolist() == sum(counts).tolist()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["gdn", "kda"])
+def test_B6_more_rows_than_a_grid_dimension_few_of_them_live(kind, dtype):
+    """Verify, replay and commit: live rows have the bits they have alone, no other row touches a slot or the log."""
+    n, tokens, live = 65_600, 2, torch.tensor([0, 65_534, 65_535, 65_599], device=DEVICE)
+    few = torch.arange(len(live), dtype=torch.int32, device=DEVICE)
+    x = inputs(kind, None, n * tokens, 1, 1)
+    alone = x.rows((live[:, None] * tokens + torch.arange(tokens, device=DEVICE)).flatten())
+    every = torch.full((n,), -1, dtype=torch.int32, device=DEVICE)
+    every[live] = few
+    cu = torch.arange(n + 1, dtype=torch.int32, device=DEVICE) * tokens
+    counts = torch.zeros(n, dtype=torch.int32, device=DEVICE)
+    found = []
+    for steps, slots, bounds, accepted in (
+        (x, every, cu, counts),
+        (alone, few, cu[: len(few) + 1].clone(), counts[: len(few)].clone()),
+    ):
+        pool, log = states(len(few), 1, dtype), make_log(kind, len(few), 1, 1)
+        log.rows = slots
+        first = verify(steps, pool, slots, slots, bounds, log, accepted)
+        log.half.bitwise_xor_(1)
+        accepted[slots >= 0] = ids(0, 1, 2, 2)
+        second = verify(steps, pool, slots, slots, bounds, log, accepted)
+        log.half.bitwise_xor_(1)
+        commit(steps, pool, slots, slots, log, accepted)
+        if steps is x:
+            dead = torch.ones(n, dtype=torch.bool, device=DEVICE)
+            dead[live] = False
+            assert not any(out.view(n, tokens, -1)[dead].any() for out in (first, second))
+            first, second = (out.view(n, tokens, 1, 128)[live].flatten(0, 1) for out in (first, second))
+        found.append((first, second, pool, log.k, log.u, log.g))
+    assert all(same(a, b) for a, b in zip(*found))
 
 
 def test_no_rows_and_no_tokens():
