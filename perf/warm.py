@@ -40,6 +40,7 @@ PACKAGES = {
     "fla": ("fla",),
     "cudnn": ("cudnn",),
     "lmdeploy": ("lmdeploy", "tilelang", "fla"),
+    "flashkda": ("flash_kda",),
 }
 
 # Peers with a kernel for an operator, by where they keep what they compiled: on disk for all processes, or in their own memory.

@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-NAMES = ("flashinfer", "fla", "cudnn", "lmdeploy")
+NAMES = ("flashinfer", "fla", "cudnn", "lmdeploy", "flashkda")
 MODULES = {
     "flashinfer": "flashinfer",
     "fla": "flash_linear_attention",
     "cudnn": "cudnn_frontend",
     "lmdeploy": "lmdeploy",
+    "flashkda": "flash_kda",
 }
 
 

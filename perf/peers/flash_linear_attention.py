@@ -21,6 +21,7 @@ from .common import PeerCall, as_int64, without_fla_models
 def version() -> str:
     """Installed version; raises where the package cannot be imported."""
     without_fla_models()
+    os.environ.setdefault("FLA_FLASH_KDA", "0")  # its own kernels: FlashKDA, where it is installed, is a peer by itself
     package = importlib.import_module("fla")
     importlib.import_module("fla.ops.gated_delta_rule")
     return str(package.__version__)

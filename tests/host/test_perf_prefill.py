@@ -6,6 +6,7 @@ import importlib
 import sys
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -205,6 +206,29 @@ def test_all_input_sets_of_a_case_give_fla_one_tensor_of_lengths(monkeypatch: py
         call.make(ids, ids, problem.output())()
     assert len({id(lengths) for lengths in seen}) == 1
     assert (len(seen), seen[0].dtype) == (6, torch.int64)
+
+
+def test_flashkda_is_given_raw_inputs_and_packed_states_of_bounded_gates(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fwd(q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial, final, cu):  # type: ignore[no-untyped-def]
+        assert all(x.is_contiguous() for x in (q, k, v, g, beta, out, initial, final, A_log, dt_bias))
+        assert (cu.dtype, dt_bias.shape, initial.shape) == (torch.int64, (2, 128), (2, 2, 128, 128))
+        slots = torch.arange(2, dtype=torch.int32)
+        inputs = q[0], k[0], v[0], g[0], beta[0], A_log, dt_bias.flatten(), initial.clone(), slots, slots, cu.int()
+        cute_kernels.kda_prefill(*inputs, scale=scale, lower_bound=lower_bound, out=out[0])
+
+    made = types.ModuleType("flash_kda")
+    made.fwd, made.__version__ = fwd, "0.0.1+abc"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_kda", made)
+    adapter = importlib.import_module("compact_state.perf.peers.flash_kda")
+    assert adapter.version() == "0.0.1+abc"
+    ws, peers = workspace(), {"flashkda": adapter}
+    row = run.run_case(case("24+10", KDA, "fast"), ws, timing.WallTimer(), peers, None)
+    assert row["peers"]["flashkda"] > 0
+    assert row["error"]["flashkda"]["output"] < 0.004
+    for other in (case("24+10", replace(KDA, lower_bound=None), "fast"), case("40+ckpt8", KDA, "fast"), case("24+10")):
+        row = run.run_case(other, workspace(), timing.WallTimer(), peers, None)
+        assert row["peers"] == {}
+        assert row["peers_missing"]["flashkda"].startswith("Unsupported")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
