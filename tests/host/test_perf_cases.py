@@ -55,6 +55,18 @@ def test_verify_floor_is_one_read_one_write_and_the_log() -> None:
     assert work.verify(g, "float32", 64, 6, 64 * 3).bytes == states + log + tokens + 64 * 8
 
 
+def test_prefill_floor_is_every_token_and_the_state_of_every_sequence_in_and_out() -> None:
+    g, states = geometry("G1"), 2 * 4 * 16 * 128 * 128 * 4
+    assert work.prefill(g, "float32", (2048,) * 4).bytes == 8192 * work.token_bytes(g) + states
+
+
+def test_layer_floor_is_the_projection_row_the_state_and_four_columns_of_the_window() -> None:
+    g = geometry("Q1")  # q | k | v of 64 heads, a and b of 32, z and the output of 32
+    row = 64 * 128 + 2 * 32 + 2 * 32 * 128
+    states, window = 2 * 32 * 128 * 128 * 4, 4 * 64 * 128
+    assert work.layer(g, "float32", 8).bytes == 8 * (2 * row + states + 2 * window + 8)
+
+
 def test_a_checkpoint_adds_one_state() -> None:
     g = geometry("Q1")
     plain, kept = (Case("gdn_prefill", g, workload(w), "float32").work for w in ("4x2048", "4x2048+ckpt512"))

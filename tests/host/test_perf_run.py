@@ -275,6 +275,25 @@ def test_a_disturbed_case_is_taken_again_and_the_steadier_take_counts(
 
 
 @pytest.mark.usefixtures("_no_device")
+def test_a_contender_that_lasts_long_gets_three_rounds_and_no_more() -> None:
+    taken: dict[str, int] = {"ours": 0, "fla": 0}
+
+    class Slow(FakeRounds):
+        @staticmethod
+        def _rounds(runners: dict[str, timing.Runner], samples: dict[str, list[float]], count: int) -> float:
+            for _ in range(count):
+                for name, runner in runners.items():
+                    if not timing.GraphTimer._is_done(samples[name], runner):
+                        taken[name] += 1
+                        samples[name].append(timing.SLOW_S * 1e6 * (1.01 if name == "fla" else 0.1))
+            return 1980.0
+
+    Slow().time([timing.Contender(name, [lambda: None]) for name in taken])
+    assert taken["fla"] == timing.SLOW_ROUNDS
+    assert taken["ours"] >= timing.MIN_ROUNDS
+
+
+@pytest.mark.usefixtures("_no_device")
 def test_a_peer_that_fails_while_it_is_timed_costs_no_other_its_figure() -> None:
     calls: list[int] = []
 

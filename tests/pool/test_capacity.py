@@ -72,6 +72,12 @@ def test_never_more_memory_than_the_copying_design(
         assert plan.spare_slots <= 2
 
 
+@pytest.mark.parametrize(("batch", "spare"), [(1, 2), (16, 2), (17, 4), (64, 8)])
+def test_spare_slots_are_one_a_step_in_flight_for_each_16_requests_begun(batch: int, spare: int) -> None:
+    plan = plan_capacity("qwen3.5-35b-a3b", max_batch=batch, drafts=3, memory_bytes=2**40, steps_in_flight=2)
+    assert plan.spare_slots == spare
+
+
 #: Batches, drafts, checkpoints, steps in flight.
 GRID = ((1, 64, 256), (0, 1, 5), (0, 64), (2,))
 DENSE = ((1, 2, 3, 17, 64, 256, 512), range(8), (0, 1, 2, 64, 300), (1, 3))

@@ -137,6 +137,16 @@ IndexMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=4
 TestIndex = IndexMachine.TestCase
 
 
+def test_of_evicted_prefixes_no_more_than_max_ghosts_are_remembered() -> None:
+    ledger = Ledger(6)
+    index = CheckpointIndex(ledger, budget_slots=1, max_ghosts=2)
+    keys = [PrefixKey([first, *range(50, 58)]) for first in range(5)]
+    for key in keys:
+        store(ledger, index, key, 4)
+    reasons = [index.lookup(key).reason for key in keys]
+    assert reasons == ["no_common_prefix", "no_common_prefix", "evicted", "evicted", ""]
+
+
 def test_a_hit_leaves_a_token_to_compute() -> None:
     ledger = Ledger(4)
     index = CheckpointIndex(ledger)

@@ -150,6 +150,17 @@ def test_id_table_addresses_never_move_and_tails_name_nothing() -> None:
     assert {name: table.view(name, 4).data_ptr() for name in pointers} == pointers
 
 
+def test_a_cleared_row_names_no_slot_and_holds_nothing() -> None:
+    table = StateIdTable(3)
+    table.stage(1, [5, 6], [7, 8], [10, 20], num_accepted=[2, 3], log_half=[1, 1])
+    table.clear([1])
+    fields = table.read_ids, table.write_ids, table.positions, table.num_accepted, table.log_half
+    assert [field.tolist() for field in fields] == [[5, -1, -1], [7, -1, -1], [10, 0, 0], [2, 0, 0], [1, 0, 0]]
+    for row in (-1, 3):
+        with pytest.raises(ConfigError, match="rows"):
+            table.clear([row])
+
+
 def test_a_staging_row_is_not_overwritten_before_its_fence() -> None:
     table = StateIdTable(2, depth=2)
     table.stage(1, [1], [1], [0])
