@@ -18,7 +18,14 @@ from prefill_case import (
 )
 
 from compact_state.cute_kernels import Checkpoints, gdn_decode, reference
-from compact_state.cute_kernels.reference.datasets import DATASETS, RAGGED_LENGTHS, cu_seqlens, delta_inputs, ids
+from compact_state.cute_kernels.reference.datasets import (
+    DATASETS,
+    RAGGED_LENGTHS,
+    cu_seqlens,
+    delta_inputs,
+    ids,
+    make_pool,
+)
 from compact_state.cute_kernels.reference.metrics import assert_close, tolerance
 
 pytestmark = pytest.mark.gpu
@@ -62,6 +69,22 @@ def test_ragged_lengths(dtype, path):
 def test_more_sequences_than_the_chip_holds(path):
     """A block takes many items in turn, and passes over those that are another launch's."""
     check([70, 3, 64, 0, 1, 200] * 16, hk=4, hv=16, path=path)
+
+
+@pytest.mark.parametrize("path", ["public", "wholes"])
+def test_B6_thousands_of_sequences_of_one_chunk(path):
+    """2,050 sequences, 65,600 of them and heads, in one call and as two halves: the same bits."""
+    lengths, hv = [17 + i % 5 for i in range(2050)], 32
+    inputs = delta_inputs("gdn", "randn", sum(lengths), 16, hv, device="cuda")
+    none = torch.full((2050,), -1, dtype=torch.int32, device="cuda")
+    pool = make_pool(1, (hv, 128, 128), device="cuda")
+    whole = RUN[path](*inputs.tensors, pool, none, none, cu_seqlens(lengths, device="cuda"))
+    middle, parts = sum(lengths[:1025]), []
+    for rows, tokens in ((slice(0, 1025), slice(0, middle)), (slice(1025, 2050), slice(middle, None))):
+        cu = cu_seqlens(lengths[rows], device="cuda")
+        parts.append(RUN[path](*inputs.rows(tokens).tensors, pool, none[:1025], none[:1025], cu))
+    assert torch.isfinite(whole).all()
+    assert torch.equal(bits(torch.cat(parts)), bits(whole))
 
 
 @pytest.mark.parametrize("slabs", [1, 2])
