@@ -85,6 +85,41 @@ def check_equal_repeats(run, kind, hk, hv, dtype):
     assert not different
 
 
+def check_thousands_of_sequences(run, kind, lengths, hk, hv):
+    """Thousands of sequences of one chunk in one call, and as two halves: the same bits."""
+    n, half = len(lengths), len(lengths) // 2
+    inputs = delta_inputs(kind, "randn", sum(lengths), hk, hv, device="cuda")
+    none = torch.full((n,), -1, dtype=torch.int32, device="cuda")
+    pool = make_pool(1, (hv, 128, 128), device="cuda")
+    whole = run(*inputs.tensors, pool, none, none, cu_seqlens(lengths, device="cuda"))
+    middle, parts = sum(lengths[:half]), []
+    for rows, tokens in ((slice(0, half), slice(0, middle)), (slice(half, n), slice(middle, None))):
+        cu = cu_seqlens(lengths[rows], device="cuda")
+        parts.append(run(*inputs.rows(tokens).tensors, pool, none[rows], none[rows], cu))
+    assert torch.isfinite(whole).all()
+    assert torch.equal(bits(torch.cat(parts)), bits(whole))
+
+
+def check_pieces(run, kind, tokens, cuts, lower_bound=None, rest=None):
+    """Tokens in pieces that end at `cuts`, the state of one the start of the next, against one call, within the tolerances.
+
+    `rest` runs all pieces but the first (default: `run`).
+    """
+    hv = 4
+    inputs = delta_inputs(kind, "trained", tokens, 2, hv, lower_bound=lower_bound, device="cuda")
+    pool, slots = filled_pool(3, hv, torch.float32, "trained", (0,)), [ids(slot, device="cuda") for slot in range(3)]
+    whole = run(*inputs.tensors, pool, slots[0], slots[1], cu_seqlens([tokens], device="cuda"), **inputs.gate_options)
+    pieces = []
+    for start, end in zip([0, *cuts], [*cuts, tokens]):
+        piece, read = inputs.rows(slice(start, end)), slots[2 if start else 0]
+        one = rest if start and rest is not None else run
+        pieces.append(
+            one(*piece.tensors, pool, read, slots[2], cu_seqlens([end - start], device="cuda"), **piece.gate_options)
+        )
+    assert_close(torch.cat(pieces), whole.double(), 0.006, "out")
+    assert_close(pool[2], pool[1].double(), 0.01, "state")
+
+
 def check_graph_replay(run, kind):
     """A captured call follows what its ids and bounds hold at each replay, and equals an eager call bit for bit."""
     hv, slots = 4, 5

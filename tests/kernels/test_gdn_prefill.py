@@ -13,7 +13,9 @@ from prefill_case import (
     bits,
     check_inputs,
     check_longer_token_buffer,
+    check_pieces,
     check_sequences_without_tokens,
+    check_thousands_of_sequences,
     filled_pool,
 )
 
@@ -24,7 +26,6 @@ from compact_state.cute_kernels.reference.datasets import (
     cu_seqlens,
     delta_inputs,
     ids,
-    make_pool,
 )
 from compact_state.cute_kernels.reference.metrics import assert_close, tolerance
 
@@ -72,19 +73,9 @@ def test_more_sequences_than_the_chip_holds(path):
 
 
 @pytest.mark.parametrize("path", ["public", "wholes"])
-def test_B6_thousands_of_sequences_of_one_chunk(path):
-    """2,050 sequences, 65,600 of them and heads, in one call and as two halves: the same bits."""
-    lengths, hv = [17 + i % 5 for i in range(2050)], 32
-    inputs = delta_inputs("gdn", "randn", sum(lengths), 16, hv, device="cuda")
-    none = torch.full((2050,), -1, dtype=torch.int32, device="cuda")
-    pool = make_pool(1, (hv, 128, 128), device="cuda")
-    whole = RUN[path](*inputs.tensors, pool, none, none, cu_seqlens(lengths, device="cuda"))
-    middle, parts = sum(lengths[:1025]), []
-    for rows, tokens in ((slice(0, 1025), slice(0, middle)), (slice(1025, 2050), slice(middle, None))):
-        cu = cu_seqlens(lengths[rows], device="cuda")
-        parts.append(RUN[path](*inputs.rows(tokens).tensors, pool, none[:1025], none[:1025], cu))
-    assert torch.isfinite(whole).all()
-    assert torch.equal(bits(torch.cat(parts)), bits(whole))
+def test_B6_thousands_of_short_sequences(path):
+    """65,600 blocks of a sequence and a head."""
+    check_thousands_of_sequences(RUN[path], "gdn", [17 + i % 5 for i in range(2050)], 16, 32)
 
 
 @pytest.mark.parametrize("slabs", [1, 2])
@@ -213,34 +204,14 @@ def test_near_equal_keys_over_many_chunks():
 
 @pytest.mark.parametrize("cut", [1, 15, 63, 64, 100, 128, 299])
 def test_split_at_any_point_equals_unsplit_within_tolerance(cut):
-    tokens, hv = 300, 4
-    inputs = delta_inputs("gdn", "trained", tokens, 2, hv, device="cuda")
-    pool = filled_pool(3, hv, torch.float32, "trained", (0,))
-    out = public(
-        *inputs.tensors, pool, ids(0, device="cuda"), ids(1, device="cuda"), cu_seqlens([tokens], device="cuda")
-    )
-    last = ids(2, device="cuda")
-    head, tail = inputs.rows(slice(0, cut)), inputs.rows(slice(cut, tokens))
-    first = public(*head.tensors, pool, ids(0, device="cuda"), last, cu_seqlens([cut], device="cuda"))
-    second = public(*tail.tensors, pool, last, last, cu_seqlens([tokens - cut], device="cuda"))
-    assert_close(torch.cat([first, second]), out.double(), 0.006, "out")
-    assert_close(pool[2], pool[1].double(), 0.01, "state")
+    check_pieces(public, "gdn", 300, [cut])
 
 
 def test_prefill_equals_decode_steps():
-    tokens, hv = 100, 4
-    inputs = delta_inputs("gdn", "trained", tokens, 2, hv, device="cuda")
-    pool = filled_pool(3, hv, torch.float32, "trained", (0,))
-    out = public(
-        *inputs.tensors, pool, ids(0, device="cuda"), ids(1, device="cuda"), cu_seqlens([tokens], device="cuda")
-    )
-    read, write = ids(0, device="cuda"), ids(2, device="cuda")
-    steps = []
-    for t in range(tokens):
-        steps.append(gdn_decode(*inputs.rows(slice(t, t + 1)).tensors, pool, read, write, backend="kernels"))
-        read = write
-    assert_close(out, torch.cat(steps).double(), 0.006, "out")
-    assert_close(pool[1], pool[2].double(), 0.01, "state")
+    def step(*arguments, **options):
+        return gdn_decode(*arguments[:-1], backend="kernels", **options)
+
+    check_pieces(public, "gdn", 100, range(1, 100), rest=step)
 
 
 @pytest.mark.parametrize("scale", [None, 0.5])

@@ -14,7 +14,9 @@ from prefill_case import (
     check_inputs,
     check_longer_token_buffer,
     check_neighbours,
+    check_pieces,
     check_sequences_without_tokens,
+    check_thousands_of_sequences,
     filled_pool,
 )
 
@@ -138,18 +140,7 @@ def test_ragged_lengths(dtype, path):
 
 
 def test_B6_thousands_of_short_sequences():
-    """2,050 sequences of one chunk in one call, and as two halves: the same bits."""
-    lengths, hv = [1 + i % 5 for i in range(2050)], 4
-    inputs = delta_inputs("kda", "randn", sum(lengths), hv, hv, device="cuda")
-    none = torch.full((2050,), -1, dtype=torch.int32, device="cuda")
-    pool = make_pool(1, (hv, 128, 128), device="cuda")
-    whole = chunked(*inputs.tensors, pool, none, none, cu_seqlens(lengths, device="cuda"))
-    middle, parts = sum(lengths[:1025]), []
-    for rows, tokens in ((slice(0, 1025), slice(0, middle)), (slice(1025, 2050), slice(middle, None))):
-        cu = cu_seqlens(lengths[rows], device="cuda")
-        parts.append(chunked(*inputs.rows(tokens).tensors, pool, none[:1025], none[:1025], cu))
-    assert torch.isfinite(whole).all()
-    assert torch.equal(bits(torch.cat(parts)), bits(whole))
+    check_thousands_of_sequences(chunked, "kda", [1 + i % 5 for i in range(2050)], 4, 4)
 
 
 def test_heads_in_several_launches(monkeypatch):
@@ -322,30 +313,15 @@ def test_softplus_and_bounded_kernels_agree_on_equal_decays(lower_bound):
 @pytest.mark.parametrize("lower_bound", [None, -5.0])
 @pytest.mark.parametrize("cut", [1, 15, 63, 64, 100, 128, 299])
 def test_split_at_any_point_equals_unsplit_within_tolerance(cut, lower_bound):
-    tokens, hv = 300, 4
-    inputs = delta_inputs("kda", "trained", tokens, 2, hv, lower_bound=lower_bound, device="cuda")
-    pool, ends = filled_pool(3, hv, torch.float32, "trained", (0,)), [ids(slot, device="cuda") for slot in range(3)]
-    out = public(*inputs.tensors, pool, ends[0], ends[1], cu_seqlens([tokens], device="cuda"), **inputs.gate_options)
-    parts = []
-    for rows, read in ((slice(0, cut), ends[0]), (slice(cut, tokens), ends[2])):
-        part, cu = inputs.rows(rows), cu_seqlens([rows.stop - rows.start], device="cuda")
-        parts.append(public(*part.tensors, pool, read, ends[2], cu, **part.gate_options))
-    assert_close(torch.cat(parts), out.double(), 0.006, "out")
-    assert_close(pool[2], pool[1].double(), 0.01, "state")
+    check_pieces(public, "kda", 300, [cut], lower_bound)
 
 
 @pytest.mark.parametrize("lower_bound", [None, -5.0])
 def test_prefill_equals_decode_steps(lower_bound):
-    tokens, hv = 100, 4
-    inputs = delta_inputs("kda", "trained", tokens, 2, hv, lower_bound=lower_bound, device="cuda")
-    pool, ends = filled_pool(3, hv, torch.float32, "trained", (0,)), [ids(slot, device="cuda") for slot in range(3)]
-    out = public(*inputs.tensors, pool, ends[0], ends[1], cu_seqlens([tokens], device="cuda"), **inputs.gate_options)
-    steps = []
-    for t in range(tokens):
-        step, read = inputs.rows(slice(t, t + 1)), ends[2 if t else 0]
-        steps.append(kda_decode(*step.tensors, pool, read, ends[2], **step.gate_options, backend="kernels"))
-    assert_close(out, torch.cat(steps).double(), 0.006, "out")
-    assert_close(pool[1], pool[2].double(), 0.01, "state")
+    def step(*arguments, **options):
+        return kda_decode(*arguments[:-1], backend="kernels", **options)
+
+    check_pieces(public, "kda", 100, range(1, 100), lower_bound, rest=step)
 
 
 @pytest.mark.parametrize("path", PATHS)
