@@ -211,6 +211,16 @@ def test_messages_between_the_halves_can_be_sent(make):
     assert pickle.loads(pickle.dumps(completion)) == completion
 
 
+@pytest.mark.parametrize("kind", ["put", "get", "find", "remove"])
+def test_a_job_whose_deadline_passed_while_it_waited_asks_the_store_nothing(make, kind):
+    rig = make(clock=lambda: 5.0)
+    rig.ports[0].submit(Job(1, kind, ("key",), 3, deadline=5.0))
+    rig.settle(lambda: bool(rig.ports[0]._done))
+    (completion,) = rig.ports[0].completions()
+    assert (completion.ok, completion.reason) == (False, "its deadline passed while it waited")
+    assert not sum(rig.raw[0].calls.values())
+
+
 def test_failures_are_counted_by_class_and_do_not_flood_the_log(make, caplog):
     prometheus = pytest.importorskip("prometheus_client")
     rig = make(settings=replace(QUICK, retry_after_s=0.0, breaker_failures=100))
