@@ -339,3 +339,10 @@ def test_heads_that_do_not_divide_are_named(call, mode):
         given[name] = torch.cat([given[name]] * 3, 1)
     with pytest.raises(InvalidArgumentError, match="3 key heads, 2 value heads"):
         operator(**given)
+
+
+def test_a_dimension_of_one_may_have_any_stride():
+    heads = torch.zeros(2, 6, 128)[:, ::3]
+    validation.check_rows("q", heads[:, :1])
+    with pytest.raises(InvalidArgumentError, match="q"):
+        validation.check_rows("q", heads)
