@@ -48,6 +48,7 @@ TARGETS = {
     f"{_ENGINE}.backends.cuda.op_backend": "ops",
     f"{_ENGINE}.backends.cuda.graph_runner.runner": "replay",
     f"{_ENGINE}.nn.gated_delta": "ops",
+    f"{_ENGINE}.nn.linear.default": "layer",
     f"{_ENGINE}.configurations.qwen3_next": "ops",
 }
 

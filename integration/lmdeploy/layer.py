@@ -14,6 +14,35 @@ from .ops import CompactMeta, in_piecewise_graph
 
 # Key and value head size and conv width of the layers that are run here.
 SIZES = (128, 128, 4)
+PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_ba")
+
+
+def join_projections(layer: Any) -> None:
+    """Make the weights of the input projections neighbours in one tensor, with which a decode step is projected at once.
+
+    They stay the parameters that lmdeploy fills and updates in place. Projections that are not plain ones, such as quantised
+    ones, are left as they are.
+    """
+    projections = [getattr(layer, name) for name in PROJECTIONS]
+    layer.compact_joined = all("compact_plain" in vars(type(p)) and p.bias is None for p in projections)
+    if layer.compact_joined and _joined_weight(layer) is None:
+        weights = [projection.weight for projection in projections]
+        joined = torch.cat([weight.data for weight in weights])
+        for weight, part in zip(weights, torch.split(joined, [len(weight) for weight in weights])):
+            weight.data = part
+
+
+def _joined_weight(layer: Any) -> torch.Tensor | None:
+    """The weight of all input projections, or None where they do not stand behind each other."""
+    if not layer.compact_joined:
+        return None
+    weights: list[torch.Tensor] = [getattr(layer, name).weight.detach() for name in PROJECTIONS]
+    first, address = weights[0], weights[0].data_ptr()
+    for weight in weights:
+        if weight.data_ptr() != address or weight.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return None
+        address += weight.nbytes
+    return first.as_strided((sum(map(len, weights)), first.shape[1]), first.stride())
 
 
 def _projected(layer: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -23,8 +52,14 @@ def _projected(layer: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, .
 
 
 def _decode(layer: Any, hidden_states: torch.Tensor, caches: Any, meta: CompactMeta) -> torch.Tensor:
-    """A decode step: three projections, one launch, one projection."""
-    x, z, b, a = _projected(layer, hidden_states)
+    """A decode step: one projection, one launch, one projection."""
+    weight = _joined_weight(layer)
+    if weight is None:
+        x, z, b, a = _projected(layer, hidden_states)
+    else:
+        values, heads = len(layer.in_proj_z.weight), len(layer.dt_bias)
+        row = layer.in_proj_qkv.impl.forward(hidden_states[0], weight)
+        x, z, b, a = row.split((len(layer.in_proj_qkv.weight), values, heads, heads), 1)
     out: torch.Tensor = cute_kernels.gdn_layer_decode(
         x,
         a,
@@ -68,10 +103,31 @@ def _prefill(layer: Any, hidden_states: torch.Tensor, caches: Any, meta: Compact
     return result
 
 
+def patch_nn_linear_default(module: ModuleType) -> None:
+    """Which linear modules are a product with their weight and nothing else; a subclass may be more."""
+    for linear in (module.BaseLinear, module.MergedBaseLinear):
+        linear.compact_plain = True
+
+
 def patch_models_qwen3_5(module: ModuleType) -> None:
-    """The linear layer: A_log where it stands, a decode step in one launch, a prefill without wrappers."""
+    """The linear layer: A_log where it stands, a decode step in two launches, a prefill without wrappers."""
     layer = module.Qwen3_5GatedDeltaNet
-    forward, backend, fused = layer.forward, envs.backend(), envs.fused_decode()
+    init, move, forward = layer.__init__, layer._apply, layer.forward
+    backend, fused = envs.backend(), envs.fused_decode()
+
+    @functools.wraps(init)
+    def init_compact(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        join_projections(self)
+
+    @functools.wraps(move)
+    def move_compact(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before = self.dt_bias.device
+        move(self, *args, **kwargs)
+        # Asleep on the host, parameters need not be neighbours, and may still be on their way.
+        if self.dt_bias.device.type == "cuda" or self.dt_bias.device == before:
+            join_projections(self)
+        return self
 
     def get_A_log(self: Any) -> torch.Tensor:
         # Not -exp(A_log): one rounding less, and no copy that outlives an update of weights.
@@ -87,5 +143,8 @@ def patch_models_qwen3_5(module: ModuleType) -> None:
         return (_decode if meta.is_decoding else _prefill)(self, hidden_states, past_key_value, meta)
 
     layer.compact_backend = backend
+    layer.compact_joined = False
+    layer.__init__ = init_compact
+    layer._apply = move_compact
     layer.get_A_log_exp = get_A_log
     layer.forward = forward_compact

@@ -115,6 +115,7 @@ PINNED: dict[str, tuple[str, ...]] = {
         "GatedDelta",
         "CausalConv1d.forward",
     ),
+    "nn.linear.default": ("BaseLinear", "MergedBaseLinear"),
     "configurations.qwen3_next": ("_check_env_qwen3_next",),
 }
 

@@ -96,6 +96,7 @@ def test_steps_behind_a_projection_are_plain_launches(monkeypatch: pytest.Monkey
     layer = SimpleNamespace(
         **projected, fix_ba_ordering=lambda x: (x, x), conv1d=SimpleNamespace(weight=same), dt_bias=same, activation="silu",
         norm=SimpleNamespace(weight=same), get_A_log_exp=lambda: None, layer_norm_epsilon=1e-6, compact_backend="auto",
+        compact_joined=False,
     )  # fmt: skip
     layers._decode(layer, torch.ones(1, 1, 1), (None, None), SimpleNamespace(read_ids=0, write_ids=0, positions=0))
     assert asked == {"causal_conv1d_decode": False, "gdn_layer_decode": False}
