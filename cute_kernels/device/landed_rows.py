@@ -20,11 +20,10 @@ SHIFT = 32
 class LandedRows:
     """Methods of a kernel class that has `dtype`, `tile` (rows of a block), `threads`, `warps` and `landings` (barriers).
 
-    A landing that is `split` lies as two halves, each with its own copy: rows of one half fall on the same banks. `kept`: copies
-    as `kept.py` says.
+    A landing that is `split` lies as two halves, each with its own copy: rows of one half fall on the same banks.
     """
 
-    split, kept = False, True
+    split = False
 
     def landed_at(self, part, size, half):
         """Element at which a half of landing `part` stands."""
@@ -53,7 +52,7 @@ class LandedRows:
                 for half in cutlass.range_constexpr(halves):
                     source = slot_ptr(mState, read, row * HEAD_DIM + part * size + half * (size // halves))
                     target = sLanding.iterator + self.landed_at(part, size, half)
-                    land(source, target, size // halves, bars + part, self.kept)
+                    land(source, target, size // halves, bars + part, True)
         if not reads:
             width = vector_width(self.dtype)
             for i in cutlass.range_constexpr(size // (group * width)):

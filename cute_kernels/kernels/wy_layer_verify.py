@@ -35,7 +35,6 @@ from .wy_verify import WyVerify, own_row
 class WyLayerVerify(LayerVerify, WyVerify):
     def __init__(self, key: LayerVerifyKey):
         super().__init__(key)
-        self.kept = True  # for every gate: its loads stand otherwise than the bare form's
         for name, size in wy_layer_regions(self.warps).items():
             self.at[name] = self.words
             self.words += size
@@ -81,7 +80,7 @@ class WyLayerVerify(LayerVerify, WyVerify):
             t = 2 * l4 + e
             z.append(load_words_where(t < length, row_ptr(mZ, start + t, row_v, 4), 1)[0])
         parameters = self.load_parameters(mALog, mBias, tidx, head)
-        self.put_logged(base, old, new, parameters, lower_bound, tidx, replayed)
+        self.put_logged(base, old, (rGate,), parameters, lower_bound, tidx, replayed)
         # Operands' lines are those of k, then of q.
         line = cutlass.max(1 - conv.part, 0) * self.pieces * MAX_TOKENS * OPERAND_STRIDE // 2 + self.at["operands"]
         place = Int32((base + ((self.at["values"] if conv.part == 2 else line) + conv.place)).toint())

@@ -64,9 +64,7 @@ class WyVerify(WyTokens, recurrent_verify.RecurrentVerify):
     def __init__(self, key: VerifyKey):
         super().__init__(key)
         self.landings, self.split = self.warps, True
-        self.ahead = self.kda and not self.bounded  # with a shorter gate, or none a channel, it loses 1 to 4 %
-        # With the softplus gate the compiler moves other loads behind these copies, and 1 to 2 % are lost.
-        self.kept = self.bounded or not self.kda
+        self.ahead = self.kda  # without a gate a channel it is level
         self.pieces = 2 if self.kda else 1  # words of an operand: hi and lo, or exact
         self.at, self.words = {}, 0  # first word of each region
         for name, size in wy_regions(self.kda, self.warps).items():
@@ -123,7 +121,7 @@ class WyVerify(WyTokens, recurrent_verify.RecurrentVerify):
         new = self.new_registers()
         self.load_new(new, places, tidx, length)
         parameters = self.load_parameters(mALog, mBias, tidx, head)
-        self.put_logged(smem[0], old, new, parameters, lower_bound, tidx, replayed)
+        self.put_logged(smem[0], old, new[2:], parameters, lower_bound, tidx, replayed)
         self.run_row(
             smem, old, new, parameters, (mState, mLogK, mLogU, mLogGate), (mOut,), tidx, head, key_head, l2norm, scale,
             lower_bound, write, reads, writes, logged, logs_key, log_out, start, length, replayed,
@@ -238,28 +236,32 @@ class WyVerify(WyTokens, recurrent_verify.RecurrentVerify):
         rBeta[0] = load_half_where(tidx < length, next(places))
 
     @cute.jit
-    def put_logged(self, base: cute.Pointer, old, new, parameters, lower_bound: Float32, tidx: Int32, replayed: Int32):
-        """Operands of the commit. They need nothing of the new tokens, whose loads may still be under way."""
+    def put_logged(
+        self, base: cute.Pointer, old, coming, parameters, lower_bound: Float32, tidx: Int32, replayed: Int32
+    ):
+        """Operands of the commit. They need nothing of the new tokens, whose loads may still be under way.
+
+        KDA: `coming` registers of new tokens count as used here, for the compiler would put their loads behind the decays of
+        logged tokens, and the decays of new ones, which wait for the last loads, before. What uses them is a zero that a
+        logged decay's sign gives.
+        """
         _, rK, rGate = old
         a_log, rBias = parameters
         lane, warp = tidx % 32, tidx // 32
-        zero = Uint32(0)
         if replayed > 0:
             rDecay = None
             if const_expr(self.kda):
                 rDecay = self.decays(rGate, rBias, a_log, lower_bound, lane // 4 < replayed)
                 zero = cute.recast_tensor(rDecay, Uint32)[OWN - 1] >> 31
+                for rX in coming:
+                    words = cute.recast_tensor(rX, Uint32)
+                    for i in cutlass.range_constexpr(cute.size(words)):
+                        words[i] = words[i] | zero
             self.put_old(rK, rDecay, base, warp, lane)
         if const_expr(not self.kda):
             if warp == 1:
                 decay = as_float(cute.recast_tensor(rGate, Uint32)[0])
                 self.put_old_decays(decay if lane < replayed else Float32(1.0), base, lane)
-        # Decays of new tokens would be scheduled before those of logged ones, and wait for loads that are issued last: they
-        # need a zero that a logged decay's sign gives.
-        if const_expr(self.kda):
-            words = cute.recast_tensor(new[2], Uint32)
-            for i in cutlass.range_constexpr(OWN // 2):
-                words[i] = words[i] | zero
 
     @cute.jit
     def run_row(
