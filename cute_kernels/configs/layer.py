@@ -18,7 +18,7 @@ from .verify import VerifyKey
 WeightDtype = Literal["float32", "bfloat16"]
 WEIGHT_DTYPES: tuple[WeightDtype, ...] = ("float32", "bfloat16")
 CONV_WIDTH = 4
-STREAMED_HEADS = 1024  # sequences x value heads
+STREAMED_HEADS = 1024  # sequences x value heads; of many waves from four times as many on
 ONE_WAVE = (448, 528)  # blocks of eight warps, four of which an SM holds
 SM_SHARED_BYTES = 233_472  # of one SM; each block takes 1 KiB besides its own
 
@@ -83,7 +83,7 @@ class LayerDecodeKey:
     @property
     def kept(self) -> bool:
         """Whether states are read as device/kept.py says: on fp32 pools and for large batches on bf16 ones."""
-        return self.state == "float32" or self.landed == 4
+        return self.state == "float32" or self.landed >= 4
 
     def shared_bytes(self) -> int:
         """Shared memory of a block: the landed state, a barrier a pass, six vectors of a head, two scalars, the unused part."""
@@ -166,13 +166,16 @@ def choose(kind: Kind, state: StateDtype, weight: WeightDtype, heads: int = 0) -
 def heuristic(kind: Kind, state: StateDtype, weight: WeightDtype, heads: int = 0) -> LayerDecodeKey:
     """16 KiB (bf16: 8 KiB) a bulk copy and whole heads on their way; in fp32 two blocks an SM are faster than three, and three
     quarters of them early faster than all. bf16 passes land by turns where eight warps a block make one wave, or four warps one
-    or more.
+    or more: as many at a time as leave nine (GDN: eight) blocks an SM, in many waves all but one (bf16 weights).
     """
     if state == "float32":
         return LayerDecodeKey(kind, state, weight, 2, 8, 2, 198)
     if ONE_WAVE[0] <= heads <= ONE_WAVE[1]:
         return LayerDecodeKey(kind, state, weight, 2, 8, landed=2)
-    return LayerDecodeKey(kind, state, weight, 2, 4, landed=4 if heads >= STREAMED_HEADS else 0)
+    if heads < STREAMED_HEADS:
+        return LayerDecodeKey(kind, state, weight, 2, 4)
+    landed = 7 if heads >= 4 * STREAMED_HEADS else 6 if kind == "gdn" else 5
+    return LayerDecodeKey(kind, state, weight, 2, 4, landed=landed if weight == "bfloat16" else 4)
 
 
 def candidates(kind: Kind, state: StateDtype, weight: WeightDtype) -> list[LayerDecodeKey]:
@@ -183,7 +186,7 @@ def candidates(kind: Kind, state: StateDtype, weight: WeightDtype) -> list[Layer
         for warps in (4, 8, 16)
         for blocks in (0, 2, 3)
         for early in (0, 198)
-        for landed in (0, 2, 4)
+        for landed in (0, 2, 4, 5, 6, 7)
     ]
     return [key for key in keys if key.rejection() is None]
 
@@ -195,7 +198,10 @@ def shipped() -> list[Entry]:
         for state in STATE_DTYPES:
             for weight in WEIGHT_DTYPES:
                 shape = {"kind": kind, "state": state, "weight": weight}
-                keys |= {heuristic(kind, state, weight, heads) for heads in (0, ONE_WAVE[0], STREAMED_HEADS)}
+                keys |= {
+                    heuristic(kind, state, weight, heads)
+                    for heads in (0, ONE_WAVE[0], STREAMED_HEADS, 4 * STREAMED_HEADS)
+                }
                 keys |= tables.shipped_keys("layer_decode", shape, heuristic(kind, state, weight))
     verify = [
         choose_verify_layer(kind, state, weight) for kind in KINDS for state in STATE_DTYPES for weight in WEIGHT_DTYPES

@@ -72,12 +72,14 @@ class LayerDecode:
         self.landed = key.landed or self.passes
         self.pass_bytes = self.pass_rows * HEAD_DIM * self.dtype.width // 8
         self.threads = 32 * key.warps
-        # An fp32 block's window comes a latency earlier: its position beside the ids, the copies by a warp without a window.
-        # On bf16 pools it gains half a percent at most.
-        self.ahead = key.state == "float32"
+        # The window comes a latency earlier: its position beside the ids, the copies by a warp without a window. Small batches
+        # on bf16 pools gain nothing.
+        streams = key.landed > 4
+        self.ahead = key.state == "float32" or streams
         self.lander = 32 * NORM_WARP if self.ahead else 0
-        # KDA's 128 gates: over as many of the threads that do not convolve as divide them evenly.
-        self.gate_threads = min(HEAD_DIM, self.threads - CONV_THREADS)
+        # KDA's 128 gates: over as many of the threads that do not convolve as divide them evenly. In large batches the warp that
+        # waits for the output gate has no share.
+        self.gate_threads = min(HEAD_DIM, self.threads - (32 * (NORM_WARP + 1) if streams else CONV_THREADS))
 
     @cute.jit
     def __call__(

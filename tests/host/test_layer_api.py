@@ -86,7 +86,8 @@ def test_every_choice_is_legal_and_ships():
     for kind in configs.KINDS:
         for state in configs.STATE_DTYPES:
             for weight in configs.WEIGHT_DTYPES:
-                edges = (edge + step for edge in (*configs.ONE_WAVE, configs.STREAMED_HEADS) for step in (-1, 0, 1))
+                turns = (configs.STREAMED_HEADS, 4 * configs.STREAMED_HEADS)
+                edges = (edge + step for edge in (*configs.ONE_WAVE, *turns) for step in (-1, 0, 1))
                 for heads in (0, 1, *edges, 10**6):
                     key = configs.heuristic(kind, state, weight, heads)
                     ruled.add(key)
@@ -98,7 +99,7 @@ def test_every_choice_is_legal_and_ships():
                 assert verify.rejection() is None
                 assert verify.verify.tile == 128, "a norm over V takes a block that has all of it"
                 assert verify.verify.wy == choose_verify(kind, state, 1).wy, "the bare verify's bits need its form"
-    assert len(ruled) == 36
+    assert len(ruled) == 39
     for key, kernel in shipped.items():  # by rule or from a table
         if kernel == "layer_decode":
             assert key.rejection() is None

@@ -27,7 +27,14 @@ GEOMETRIES = (
 # Rounding the row to bf16 alone gives up to 0.002; a q, k or v that falls on the other side of a bf16 tie adds a little.
 OUTPUT_TOLERANCE = 0.003
 # bf16 passes that land by turns, as large batches and those of one wave have them.
-BY_TURNS = ({"rows": 2, "warps": 4, "landed": 4}, {"rows": 2, "warps": 8, "landed": 2})
+
+
+def by_turns(kind, weight=torch.bfloat16):
+    """Settings of the forms whose passes land by turns: of four warps a block, for some waves and for many, and of eight."""
+    landed = (4,) if weight is torch.float32 else (6 if kind == "gdn" else 5, 7)
+    return [*({"rows": 2, "warps": 4, "landed": count} for count in landed), {"rows": 2, "warps": 8, "landed": 2}]
+
+
 SINGLE = {"gdn": gdn_decode, "kda": kda_decode}
 
 
@@ -186,7 +193,11 @@ def test_rows_do_not_depend_on_the_batch_or_the_slot(kind, bound, dtype):
 
 @pytest.mark.parametrize(
     ("dtype", "settings"),
-    [(torch.float32, {}), (torch.bfloat16, {"landed": 0}), *((torch.bfloat16, by_turns) for by_turns in BY_TURNS)],
+    [
+        (torch.float32, {}),
+        (torch.bfloat16, {"landed": 0}),
+        *((torch.bfloat16, settings) for settings in by_turns("gdn")),
+    ],
     ids=str,
 )
 def test_D4_a_thousand_equal_repeats_in_place(dtype, settings):
@@ -222,7 +233,7 @@ def test_passes_that_land_by_turns_equal_heads_that_land_whole(kind, bound, weig
     for read, write in ((same, same), (same, apart), (none, apart), (same, none)):
         for settled in (False, True):
             found = []
-            for settings in ({"warps": 4, "landed": 0}, *BY_TURNS):
+            for settings in ({"warps": 4, "landed": 0}, *by_turns(kind, weight)):
                 now = tuple(pool.clone() for pool in pools)
                 out = torch.full(
                     step.z.shape, math.nan, dtype=torch.bfloat16, device="cuda"
