@@ -87,10 +87,22 @@ def row_of_lane(table: Int32, mCu: cute.Tensor, min_tokens: Int32, lane: Int32):
 
 
 @cute.jit
+def may_have_cuts(mEnds: cute.Tensor, has_checkpoints: Int32, lane: Int32):
+    """Whether kept states may end chunks off the grid; of more than 128 of them they are taken to. All lanes of a warp."""
+    entries = cute.size(mEnds) if has_checkpoints != 0 else Int32(0)
+    off_grid = entries > 128
+    if entries > 0:
+        for j in cutlass.range_constexpr(4):
+            off_grid = off_grid | ((mEnds[cutlass.min(32 * j + lane, entries - 1)] & (CHUNK - 1)) != 0)
+    return cute.arch.vote_ballot_sync(off_grid) != 0
+
+
+@cute.jit
 def write_rows(
     table: Int32,
     mCu: cute.Tensor,
     mKeptCu: cute.Tensor,
+    mKeptEnds: cute.Tensor,
     has_checkpoints: Int32,
     min_tokens: Int32,
     long_length: Int32,
@@ -103,12 +115,13 @@ def write_rows(
     rows = cute.size(mCu) - 1
     begin, length, slot, entry, entry_end, size, chain, inner = (Int32(0) for _ in range(8))
     is_long = lane < 0
+    has_cuts = may_have_cuts(mKeptEnds, has_checkpoints, lane)
     row = row_of_lane(table, mCu, min_tokens, lane)
     if row < rows:
         begin = mCu[row]
         length = mCu[row + 1] - begin
         slot = first_slot(mCu, mKeptCu, row, has_checkpoints)
-        if has_checkpoints != 0:
+        if has_cuts:
             entry = mKeptCu[row]
             entry_end = mKeptCu[row + 1]
         if length >= min_tokens:

@@ -231,7 +231,7 @@ class GdnRecords:
         lower, vector_base, squares = base + LOWER, base + VECTORS, base + SQUARES
         if (worker == 0) & (warp == 0):
             steps, chunks, longest, alike, inner = write_rows(
-                table, mCuSeqlens, mKeptCu, has_checkpoints, min_tokens, long_length, parts, lead, lane
+                table, mCuSeqlens, mKeptCu, mKeptEnds, has_checkpoints, min_tokens, long_length, parts, lead, lane
             )
             stay, early = shares(steps, chunks, longest, alike, inner, hv, width, blocks - idle)
             if lane == 0:
