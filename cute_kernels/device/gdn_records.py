@@ -44,6 +44,15 @@ def load_tile(tma, gX, sX, token, column, stage, full, width: cutlass.Constexpr 
     cute.copy(tma, source, target[None, stage], tma_bar_ptr=full)
 
 
+def bulk_load(target, source, size, full):
+    """One warp: start a bulk copy of `size` bytes from a global to a shared address, counted by barrier `full`."""
+    with cute.arch.elect_one():
+        cute.arch.inline_ptx(
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+            read_only_args=[target, source, Int32(size), full.toint()],
+        )
+
+
 @cute.jit
 def cuts_of_batch(
     mEnds: cute.Tensor,

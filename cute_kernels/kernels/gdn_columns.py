@@ -50,6 +50,7 @@ from ..device.column_state import (
 )
 from ..device.gdn_columns import contract_held, copy_rows, load_left_rows, load_left_turned, store_tile, store_values
 from ..device.gdn_records import KEPT_BYTES, load_tile
+from ..device.gdn_recurrence_state import WORK_LIMIT
 from ..device.prefill_gdn_rows import DECAY, O_FACTOR, REST, VECTOR_BYTES, X_FACTOR, zero_rows
 from ..device.prefill_layout import (
     CHUNK,
@@ -64,7 +65,7 @@ from ..device.prefill_state import scale_state, state_mma
 from ..device.prefill_sync import Bundle, Ring, advance, read_record
 from ..device.record_flags import join, leave
 from ..device.warp_ops import load_shared, pack_bf16, pack_f16, pick, unpack_bf16
-from .gdn_recurrence import WORK_LIMIT, GdnRecurrence
+from .gdn_recurrence import GdnRecurrence
 
 THREADS = 512
 TOKENS, STATE = 4, 8  # warps
@@ -97,11 +98,10 @@ def pass_on(barrier):
     cute.arch.barrier_arrive(barrier_id=int(barrier), number_of_threads=THREADS_AT[barrier])
 
 
-def pass_tile_on(words, tile, warp, lane, barrier):
-    """Store a rounded accumulator for wgmma to read, and come to a barrier of those that wait for it."""
-    store_column_tile(words, tile, warp, lane)
-    cute.arch.fence_view_async_shared()
-    pass_on(barrier)
+def pass_state_on(S, tile, warp, lane):
+    """Let the tokens at the rounded state. Theirs is the proxy fence: those of eight warps would wait for each other."""
+    store_column_tile(rounded_pairs(S, pack_bf16), tile, warp, lane)
+    pass_on(Meet.S_THERE)
 
 
 class GdnColumns(GdnRecurrence):
@@ -113,7 +113,7 @@ class GdnColumns(GdnRecurrence):
         self.value_bytes = CHUNK * COLUMNS * 2
         self.input_bytes = 2 * OPERAND_BYTES + self.value_bytes + KEPT_BYTES
         self.pair_bytes = 2 * TILE_BYTES
-        self.notes_outputs = False
+        self.notes_outputs, self.staged_words = False, 0
 
     @cute.jit
     def __call__(
@@ -327,6 +327,7 @@ class GdnColumns(GdnRecurrence):
             if found == 0:
                 self.load_ahead(shared, values, factors, T, stage, record[Field.COUNT], row, warp, lane)
             meet(Meet.S_THERE)
+            cute.arch.fence_view_async_shared()
             warpgroup.fence()
             contract_tiles(shared_bf16, Y, left_k, stage, right_s, False)
             warpgroup.commit_group()
@@ -406,7 +407,7 @@ class GdnColumns(GdnRecurrence):
             flags, head = record[Field.FLAGS], record[Field.HEAD]
             if (flags & Flag.FIRST) != 0:
                 load_columns(S, mPool, record[Field.READ], num_slots, head, channel, column, COLUMNS)
-                pass_tile_on(rounded_pairs(S, pack_bf16), tile, warp, lane, Meet.S_THERE)
+                pass_state_on(S, tile, warp, lane)
             load_left_turned(K, shared.k_base + stage * OPERAND_BYTES + group * TILE_BYTES, warp, lane)
             scale_state(S, load_shared(shared.vector_base + stage * VECTOR_BYTES + DECAY, 1))
             meet(Meet.W_THERE)
@@ -417,7 +418,7 @@ class GdnColumns(GdnRecurrence):
             warpgroup.wait_group(0)
             ends = flags & Flag.LAST
             if ends == 0:
-                pass_tile_on(rounded_pairs(S, pack_bf16), tile, warp, lane, Meet.S_THERE)
+                pass_state_on(S, tile, warp, lane)
             if (record[Field.CHECKPOINT] >= 0) | (ends != 0):
                 store_columns(S, mPool, record[Field.CHECKPOINT], num_slots, head, channel, column, COLUMNS)
                 if (flags & Flag.HANDS_ON) != 0:

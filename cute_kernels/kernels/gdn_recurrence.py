@@ -46,11 +46,22 @@ from ..device.gdn_records import (
     KEPT_VECTOR,
     P_OFFSET,
     VECTOR_OFFSET,
+    bulk_load,
     load_tile,
     record_address,
     slot_of_position,
 )
 from ..device.gdn_recurrence_rows import run_ends, run_output
+from ..device.gdn_recurrence_state import (
+    KEEPERS,
+    WORK_LIMIT,
+    end_stage,
+    run_keeper,
+    stage_state,
+    stage_words,
+    start_state,
+    subtract,
+)
 from ..device.prefill_gdn_rows import DECAY, O_FACTOR, REST, VECTOR_BYTES, X_FACTOR
 from ..device.prefill_layout import (
     CHUNK,
@@ -71,9 +82,7 @@ from ..device.prefill_state import (
     contract_triangle,
     find_values,
     halves_as_left_operand,
-    identity_state,
     load_factors,
-    load_state,
     packed_halves,
     prefetch_state,
     scale_into_halves,
@@ -86,14 +95,13 @@ from ..device.prefill_state import (
 )
 from ..device.prefill_sync import Bundle, Ring, advance, read_record, write_record
 from ..device.record_flags import join, leave, published
-from ..device.warp_ops import load_shared, pack_bf16, pick, store_shared, unpack_bf16
+from ..device.warp_ops import load_shared, pack_bf16, pick, store_shared
 
 REGISTERS = {2: (216, 40), 1: (248, 104)}  # a thread of state and data
 VALUE_STAGES = {2: 3, 1: 4}
 PAIR_STAGES = {2: WORK_STAGES, 1: INPUT_STAGES}  # T', P: in *ready* of a whole head, with K and Q of half a head
 BLOCKS = {2: 132, 1: 66}  # heads at work at once
 CHOSEN = 2  # `inner` of a launch that halves and wholes are both made of: lengths say which one works
-WORK_LIMIT = 1 << 30  # every slot of the workspace is a slot
 
 
 class GdnRecurrence:
@@ -104,6 +112,7 @@ class GdnRecurrence:
         self.width, self.value_stages = 64 * key.slabs, VALUE_STAGES[key.slabs]  # V columns of a block
         self.stages, self.pairs_with_inputs = INPUT_STAGES, key.slabs == 1
         self.notes_outputs = True
+        self.staged_words = stage_words(key, Float32 if key.state_dtype == "float32" else BFloat16)
         self.threads = 128 * (key.slabs + 2)
         self.value_bytes = key.slabs * TILE_BYTES
         # Without queries the transition loads neither Q nor P.
@@ -157,10 +166,11 @@ class GdnRecurrence:
         read_mma = state_mma(BFloat16, CHUNK, k_major, slabs)
         token_mma = state_mma(Float16, CHUNK // 2, k_major, slabs)
         update_mma = state_mma(BFloat16, HEAD // 2, mn_major, slabs)
+        ring_stages = INPUT_STAGES + WORK_STAGES + 2 * VALUE_STAGES[slabs] + 1
 
         @cute.struct
         class Storage:
-            barriers: cute.struct.MemRange[cutlass.Int64, 2 * (INPUT_STAGES + WORK_STAGES + 2 * VALUE_STAGES[slabs])]
+            barriers: cute.struct.MemRange[cutlass.Int64, 2 * ring_stages]
             records: cute.struct.Align[cute.struct.MemRange[Int32, INPUT_STAGES * RECORD_WORDS], 16]
             outputs: cute.struct.Align[cute.struct.MemRange[Int32, VALUE_STAGES[slabs] * 4], 16]
             vectors: cute.struct.Align[cute.struct.MemRange[Float32, INPUT_STAGES * VECTOR_BYTES // 4], 128]
@@ -169,6 +179,8 @@ class GdnRecurrence:
             sV: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(value_layout)], 1024]
             sT: cute.struct.Align[cute.struct.MemRange[Float16, cute.cosize(pair_layout)], 1024]
             sP: cute.struct.Align[cute.struct.MemRange[Float16, cute.cosize(pair_layout)], 1024]
+            note: cute.struct.Align[cute.struct.MemRange[Int32, 2], 8]
+            kept: cute.struct.Align[cute.struct.MemRange[Uint32, max(self.staged_words, 4)], 128]
 
         self.storage = Storage
         # Chains keep their multiprocessors; beside first ones a transition is a block, which the chip takes as it gets free.
@@ -278,8 +290,8 @@ class GdnRecurrence:
         if group < slabs:
             cute.arch.setmaxregister_increase(state)
             self.run_state(
-                shared, tidx, warp % 4, lane, group, slab, mPool, mWork, num_slots, sK, sQ, sT, sP, read_mma, token_mma,
-                update_mma,
+                shared, tidx, warp % 4, lane, group if slabs == 2 else 0, slab, mPool, mWork, num_slots, sK, sQ, sT, sP,
+                read_mma, token_mma, update_mma,
             )  # fmt: skip
         else:
             cute.arch.setmaxregister_decrease(data)
@@ -295,6 +307,9 @@ class GdnRecurrence:
             elif place == 2:
                 if cutlass.const_expr(not self.transition):
                     run_output(shared, lane, tma_out, gOut, sV, mOut)
+            elif place >= 4:
+                if cutlass.const_expr(self.staged_words > 0):
+                    run_keeper(shared, mPool, 64 * slab, 16 * (place - 4), lane)
         leave()
 
     def bundle(self, storage):
@@ -307,13 +322,14 @@ class GdnRecurrence:
             (WORK_STAGES, self.slabs, state),  # rows beyond the end zeroed; T', P of a whole head
             (value_stages, 1, state if self.transition else 1),  # V, empty when its output has gone
             (value_stages, state, 1),  # output, full only
+            (1, state, KEEPERS),  # a state to keep
         ):
             rings.append(Ring(barriers + used, stages, producers, consumers))
             used += 2 * stages
-        inputs, ready, v, output = rings
+        inputs, ready, v, output, keep = rings
         return Bundle(
             slabs=self.slabs, value_bytes=self.value_bytes,
-            rings=rings, inputs=inputs, ready=ready, v=v, output=output,
+            rings=rings, inputs=inputs, ready=ready, v=v, output=output, keep=keep,
             records=storage.records.data_ptr().toint(),
             outputs=storage.outputs.data_ptr().toint(),
             vector_base=storage.vectors.data_ptr().toint(),
@@ -321,6 +337,7 @@ class GdnRecurrence:
             v_base=storage.sV.data_ptr().toint(),
             t_base=storage.sT.data_ptr().toint(),
             p_base=storage.sP.data_ptr().toint(),
+            kept=storage.kept.data_ptr().toint(), note=storage.note.data_ptr().toint(),
         )  # fmt: skip
 
     @cute.jit
@@ -431,23 +448,15 @@ class GdnRecurrence:
     def load_record(self, shared, source, stage, full):
         """Start the loads of a record's vectors, and of T' and P where they come with K and Q, into a stage of inputs."""
         vector = shared.vector_base + stage * VECTOR_BYTES + KEPT_VECTOR
-        self.bulk_load(vector, source + VECTOR_OFFSET, KEPT_BYTES, full)
+        bulk_load(vector, source + VECTOR_OFFSET, KEPT_BYTES, full)
         if self.pairs_with_inputs:
             self.load_pairs(shared, source, stage, full)
 
     def load_pairs(self, shared, source, stage, full):
         """Start the loads of T' and P of a record into a stage."""
-        self.bulk_load(shared.t_base + stage * TILE_BYTES, source, TILE_BYTES, full)
+        bulk_load(shared.t_base + stage * TILE_BYTES, source, TILE_BYTES, full)
         if not self.transition:
-            self.bulk_load(shared.p_base + stage * TILE_BYTES, source + P_OFFSET, TILE_BYTES, full)
-
-    def bulk_load(self, target, source, size, full):
-        """Start a bulk copy of `size` bytes from a global to a shared address; one lane."""
-        with cute.arch.elect_one():
-            cute.arch.inline_ptx(
-                "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
-                read_only_args=[target, source, Int32(size), full.toint()],
-            )
+            bulk_load(shared.p_base + stage * TILE_BYTES, source + P_OFFSET, TILE_BYTES, full)
 
     @cute.jit
     def run_state(
@@ -477,7 +486,7 @@ class GdnRecurrence:
         factors.fill(0.0)
         shared.ready.wait_full(work, work_parity)
         record = read_record(shared.records, stage)
-        found = Int32(0)  # V and its factors are in registers
+        found, kept_parity = Int32(0), Int32(0)  # V and its factors are in registers
         while (record[Field.FLAGS] & Flag.STOP) == 0:
             flags, head = record[Field.FLAGS], record[Field.HEAD]
             vector = shared.vector_base + stage * VECTOR_BYTES
@@ -485,7 +494,7 @@ class GdnRecurrence:
             pair = stage if cutlass.const_expr(self.slabs == 1) else work
             if ((flags & Flag.FIRST) != 0) | (found == 0):
                 if (flags & Flag.FIRST) != 0:
-                    self.start_state(S, mPool, mWork, record, num_slots, row, column)
+                    start_state(S, mPool, mWork, record, num_slots, row, column, self.transition)
                 if found == 0:
                     shared.v.wait_full(stage_v, parity_v)
                     find_values(values, factors, tile, vector + X_FACTOR, warp, lane)
@@ -497,17 +506,17 @@ class GdnRecurrence:
                 contract(read_mma, O, left_s, right_q, stage, HEAD // 32, False)
                 warpgroup.commit_group()
             warpgroup.wait_group(0 if self.transition else 1)
-            self.subtract(Y, values, factors, (flags & Flag.IDENTITY) != 0)
+            subtract(Y, values, factors, (flags & Flag.IDENTITY) != 0, self.transition)
             left_x = as_left_operand(Y, token_shape, Float16)
             warpgroup.fence()
             V = token_halves()
             contract_triangle(token_mma, V, left_x, right_t, pair, False)
             warpgroup.commit_group()
+            scale_state(S, load_shared(vector + DECAY, 1))
+            rest = load_factors(vector + REST, lane)
             if cutlass.const_expr(not self.transition):
                 contract(read_mma, O, left_s, right_q, stage, HEAD // 16, True, HEAD // 32)
                 warpgroup.commit_group()
-            scale_state(S, load_shared(vector + DECAY, 1))
-            rest = load_factors(vector + REST, lane)
             warpgroup.wait_group(0 if self.transition else 1)
             left_w = scaled_halves_as_left_operand(V, rest, token_shape)
             warpgroup.fence()
@@ -549,11 +558,17 @@ class GdnRecurrence:
                     if ends != 0:
                         store_state(S, mWork, record[Field.WRITE], Int32(WORK_LIMIT), head, row, column)
                 else:
-                    store_state(S, mPool, record[Field.CHECKPOINT], num_slots, head, row, column)
                     if (flags & Flag.HANDS_ON) != 0:
                         store_state(S, mWork, record[Field.WRITE], Int32(WORK_LIMIT), head, row, column)
                     elif ends != 0:
+                        if cutlass.const_expr(self.staged_words > 0):
+                            shared.keep.wait_empty(0, kept_parity)  # the slot may be that of a state kept before
                         store_state(S, mPool, record[Field.WRITE], num_slots, head, row, column)
+                    kept = record[Field.CHECKPOINT]
+                    if cutlass.const_expr(self.staged_words > 0):
+                        kept_parity = stage_state(S, shared, kept_parity, mPool, kept, num_slots, head, warp, lane)
+                    else:
+                        store_state(S, mPool, kept, num_slots, head, row, column)
                 if found == 0:
                     shared.ready.wait_full(next_work, next_parity)
                     next_record = read_record(shared.records, next_stage)
@@ -561,29 +576,8 @@ class GdnRecurrence:
             work, work_parity, record = next_work, next_parity, next_record
         if cutlass.const_expr(not self.transition):
             shared.output.publish(stage_v)
-
-    def subtract(self, Y, values, factors, identity):
-        """Y <- V^T - factor Y; without V where the state starts as the identity. V is zero beyond a short chunk's end."""
-        for i in range(16):
-            word = values[i]
-            if self.transition:
-                word = pick(identity, Uint32(0), word)
-            v = unpack_bf16(word)
-            for e in range(2):
-                Y[2 * i + e] = v[e] - factors[2 * (i // 2) + e] * Y[2 * i + e]
-
-    @cute.jit
-    def start_state(self, S, mPool, mWork, record, num_slots, row, column):
-        """The state before a block's first chunk: from the pool, from the workspace, or the identity."""
-        head, slot, flags = record[Field.HEAD], record[Field.READ], record[Field.FLAGS]
-        if cutlass.const_expr(self.transition):
-            S.fill(0.0)
-            if (flags & Flag.IDENTITY) != 0:
-                identity_state(S, row, column)
-        elif (flags & Flag.WORKSPACE) != 0:
-            load_state(S, mWork, slot, Int32(WORK_LIMIT), head, row, column)
-        else:
-            load_state(S, mPool, slot, num_slots, head, row, column)
+        if cutlass.const_expr(self.staged_words > 0):
+            end_stage(shared, kept_parity, warp, lane)
 
 
 def build(key):

@@ -205,6 +205,15 @@ def test_records_change_no_bit_of_kept_states(dtype, long_length):
 
 @pytest.mark.parametrize("long_length", [128, 10**6])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_records_change_no_bit_of_states_kept_on_the_grid(dtype, long_length):
+    """After every chunk, in slots that a later state of the row takes over too: one kept, or the last one."""
+    every = [(64 * (i + 1), 6 + i) for i in range(10)]
+    kept = [every, [(64, 16), (128, 16), (192, 17)], [(64, 5), (128, 5)]]
+    check_equal_forms([640, 200, 150], dtype, kept=kept, long_length=long_length)
+
+
+@pytest.mark.parametrize("long_length", [128, 10**6])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_records_change_no_bit_in_place_and_without_slots(dtype, long_length):
     in_place = ids(0, 1, 2, 3, device="cuda")
     check_equal_forms([200, 70, 0, 5], dtype, read=in_place, write=in_place, long_length=long_length)
