@@ -12,7 +12,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from .prefill_layout import CHUNK, HEAD, STATE_ELEMENTS, tile_address
 from .state_io import row_ptr, slot_is_valid, slot_ptr
-from .warp_ops import ldmatrix4, pick, stmatrix4
+from .warp_ops import ldmatrix4, load_shared, pick, stmatrix4
 
 
 def column_mma(dtype, columns, left_major=OperandMajorMode.K):
@@ -74,15 +74,27 @@ def load_value_words(tile: Int32, columns, warp: Int32, lane: Int32):
 
 
 @cute.jit
-def store_rows(words, mOut: cute.Tensor, token: Int32, left: Int32, column: Int32):
-    """The thread's pairs of a rounded output to global memory: its rows are `token` and 8 behind, of which `left` are there."""
-    for r in cutlass.range_constexpr(2):
-        if 8 * r < left:
-            target = row_ptr(mOut, token + 8 * r, column, 4).toint()
-            for n in cutlass.range_constexpr(len(words) // 2):
-                cute.arch.inline_ptx(
-                    "st.global.b32 [{$r0}], {$r1};", read_only_args=[target + 16 * n, words[2 * n + r]]
-                )
+def store_rows(words, stage: Int32, mOut: cute.Tensor, token: Int32, left: Int32, column: Int32, lane: Int32):
+    """A warp's rounded output rows from `token` on, of which `left` are there, to global memory.
+
+    They pass through 512 bytes of shared memory, 16 columns at a time, so that a lane stores 16 bytes: a quarter of the stores.
+    """
+    for block in cutlass.range_constexpr(len(words) // 4):
+        cute.arch.sync_warp()
+        stmatrix4(_row_piece(stage, lane & 15, lane >> 4), *words[4 * block : 4 * block + 4])
+        cute.arch.sync_warp()
+        row, piece = lane >> 1, lane & 1
+        if row < left:
+            target = row_ptr(mOut, token + row, column + 16 * block + 8 * piece, 16).toint()
+            cute.arch.inline_ptx(
+                "st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+                read_only_args=[target, *load_shared(_row_piece(stage, row, piece), 4, Uint32)],
+            )
+
+
+def _row_piece(stage, row, piece):
+    """Address of a 16-byte piece of one of 16 rows of 32 bytes."""
+    return stage + row * 32 + ((piece ^ ((row >> 2) & 1)) << 4)
 
 
 def _column_view(mPool, slot, head, row, column, columns):

@@ -10,7 +10,9 @@ columns as N and 64 tokens or channels as M, and read both operands from shared 
                          O += P V'                        behind B's product, while S is rounded; then to global memory
 
 X is found as its negative and the records hold the negative of T'. Rounding and the order of sums are those of the other form.
-The roles meet at named barriers. Two more warps load records and values into rings.
+The roles meet at named barriers. A alone has proxy fences between ordinary stores and the products that read them: behind the
+barriers of S and X, and before V' is passed on. They lie on the way to B and C as well, whose own fences would wait for what they
+store to global memory. Two more warps load records and values into rings.
 
 Slots, launches, rows in parts and flags of records are as in `kernels/kda_prefill.py`; this form has no transition launch.
 """
@@ -60,6 +62,7 @@ from ..device.warp_ops import load_shared, pack_bf16, pack_f16, store_shared
 
 STAGES = 3  # of each ring
 THREADS = 4 * 128 + 64
+ROWS_BYTES = 512  # of a warp's 16 output rows of 16 columns
 WORK_LIMIT = 1 << 30  # every slot of the workspace is a slot
 
 
@@ -136,6 +139,7 @@ class KdaColumns:
             state: cute.struct.Align[cute.struct.MemRange[Int32, 2 * self.tile // 4], 1024]
             residual: cute.struct.Align[cute.struct.MemRange[Int32, self.tile // 4], 1024]
             values: cute.struct.Align[cute.struct.MemRange[Int32, self.tile // 4], 1024]
+            rows: cute.struct.Align[cute.struct.MemRange[Int32, 4 * ROWS_BYTES // 4], 128]
             tails: cute.struct.Align[cute.struct.MemRange[Int32, self.late_stages * TAIL_BYTES // 4], 16]
             barriers: cute.struct.MemRange[cutlass.Int64, 2 * (self.early_stages + self.late_stages)]
 
@@ -306,6 +310,7 @@ class KdaColumns:
             meet(Barrier.VALUES_READ, TWO)
             warpgroup.wait_group(0)
             store_column_tile(rounded_pairs(Z, pack_f16), values, warp, lane)
+            cute.arch.fence_view_async_shared()
             arrive(Barrier.VALUES, THREE)
             late.release(place)
             place, late_parity = later, later_parity
@@ -332,7 +337,7 @@ class KdaColumns:
         """C: outputs, from the products to global memory."""
         columns = self.columns
         tails = storage.tails.data_ptr().toint()
-        row = 16 * warp + lane // 4
+        rows = storage.rows.data_ptr().toint() + warp * ROWS_BYTES
         tf = mma.get_slice(0)
         aQG, aP = (
             tf.make_fragment_A(tf.partition_A(self.late_operand(storage, offset, (CHUNK, width), width == CHUNK)))
@@ -350,14 +355,12 @@ class KdaColumns:
             late.wait_full(place, parity)
             start, count = load_shared(tails + place * TAIL_BYTES + 512, 2, Int32)
             meet(Barrier.FOUND, TWO)
-            cute.arch.fence_view_async_shared()
             warpgroup.fence()
             contract_tiles(mma, O, aQG, place, bS, False)
             warpgroup.commit_group()
             warpgroup.wait_group(0)
             arrive(Barrier.STATE_READ, THREE)
             meet(Barrier.MADE, THREE)
-            cute.arch.fence_view_async_shared()
             warpgroup.fence()
             contract_tiles(mma, O, aP, place, bV, True)
             warpgroup.commit_group()
@@ -366,7 +369,8 @@ class KdaColumns:
                 arrive(Barrier.VALUES_READ, TWO)
             late.release(place)
             place, parity = advance(place, parity, self.late_stages)
-            store_rows(rounded_pairs(O, pack_bf16), mOut, token + start + row, count - row, column + (lane & 3) * 2)
+            first = 16 * warp
+            store_rows(rounded_pairs(O, pack_bf16), rows, mOut, token + start + first, count - first, column, lane)
 
     @cute.jit
     def state_role(
@@ -396,6 +400,7 @@ class KdaColumns:
         channel = 16 * warp + lane // 4  # of the head
         num_slots = cute.size(mState, mode=[0])
         first_column = column + (lane & 3) * 2
+        entries_end = Int32(mEntryCu[row + 1])
         tails = storage.tails.data_ptr().toint()
         tile = storage.state.data_ptr().toint() + half * self.tile
         factors_at = tails + tail_place(channel >> 1) + (channel & 1) * 4
@@ -417,8 +422,13 @@ class KdaColumns:
             # Channels 8 apart are 4 pairs apart, in the same 64 bytes.
             scale_channels(S, [load_shared(factors_at + at, 1), load_shared(factors_at + at + 8, 1)])
             entry = load_shared(tails + at + 524, 1, Int32)
+            # Where the state at the chunk's end is kept, and whether once more: looked up here, out of the chain.
+            slot, end, following = Int32(-1), Int32(0), Int32(-1)
+            if entry >= 0:
+                slot, end = Int32(mSlots[entry]), Int32(mEnds[entry])
+                if entry + 1 < entries_end:
+                    following = Int32(mEnds[entry + 1])
             meet(Barrier.VALUES, THREE)
-            cute.arch.fence_view_async_shared()
             warpgroup.fence()
             contract_tiles(mma, S, aKU, place, bV, True)
             warpgroup.commit_group()
@@ -430,9 +440,13 @@ class KdaColumns:
             late.release(place)
             place, parity = advance(place, parity, self.late_stages)
             if entry >= 0:
-                self.store_checkpoints(
-                    S, mState, mEnds, mSlots, entry, Int32(mEntryCu[row + 1]), num_slots, head, channel, first_column
-                )
+                store_columns(S, mState, slot, num_slots, head, channel, first_column, columns)
+                while following == end:
+                    entry += 1
+                    store_columns(S, mState, Int32(mSlots[entry]), num_slots, head, channel, first_column, columns)
+                    following = Int32(-1)
+                    if entry + 1 < entries_end:
+                        following = Int32(mEnds[entry + 1])
         store_columns(S, mState, write, num_slots, head, channel, first_column, columns)
         store_columns(S, mWork, leaving, Int32(WORK_LIMIT), head, channel, first_column, columns)
 
@@ -440,30 +454,6 @@ class KdaColumns:
         """S, rounded, to shared memory for A and C."""
         store_column_tile(rounded_pairs(S, pack_f16), tile, warp, lane)
         arrive(Barrier.STATE, THREE)
-
-    @cute.jit
-    def store_checkpoints(
-        self,
-        S,
-        mState: cute.Tensor,
-        mEnds: cute.Tensor,
-        mSlots: cute.Tensor,
-        entry: Int32,
-        entries_end: Int32,
-        num_slots: Int32,
-        head: Int32,
-        channel: Int32,
-        column: Int32,
-    ):
-        """The state at the end of this chunk to the slots of all checkpoint entries that end here."""
-        end = Int32(mEnds[entry])
-        here = entry < entries_end
-        while here:
-            store_columns(S, mState, Int32(mSlots[entry]), num_slots, head, channel, column, self.columns)
-            entry += 1
-            here = entry < entries_end
-            if here:
-                here = Int32(mEnds[entry]) == end
 
 
 def build(key: KdaColumnsKey):
