@@ -47,14 +47,19 @@ def tail_place(pair):
     return (pair >> 3) * 64 + (pair & 3) * 16 + ((pair >> 2) & 1) * 8
 
 
+def triangle_pieces(record, image):
+    """(offset in the record, in the image, bytes) of each copy that brings T or P from and to these offsets."""
+    return [
+        (record + triangle_offset(column), image + column * (NARROW_BYTES + 512), NARROW_BYTES - 512 * column)
+        for column in range(4)
+    ]
+
+
 def image_pieces(first, end):
-    """(offset in the record, in the image, bytes) of each copy that brings the image from `first`, KU or before, to `end`."""
+    """The same of the image from `first`, KU or before, to `end`."""
     pieces = [(first, first, T_OFFSET - first)]
     for matrix in range((end - T_OFFSET) // TILE_BYTES):
-        for column in range(4):
-            record = T_OFFSET + matrix * TRIANGLE_BYTES + triangle_offset(column)
-            image = T_OFFSET + matrix * TILE_BYTES + column * (NARROW_BYTES + 512)
-            size = NARROW_BYTES - 512 * column
+        for record, image, size in triangle_pieces(T_OFFSET + matrix * TRIANGLE_BYTES, T_OFFSET + matrix * TILE_BYTES):
             *before, (last_record, last_image, last_size) = pieces
             if last_image + last_size == image:
                 pieces = [*before, (last_record, last_image, last_size + size)]

@@ -1,6 +1,7 @@
 """The two warps of a KDA recurrence block that load records and V tiles into its rings.
 
-`form` is the kernel's object: its key, whether it is a transition, its V columns, and the bytes and stages of its rings.
+`form` is the kernel's object: its key, whether it is a transition, its V columns, the bytes and stages of its rings, and which
+pieces of a record come with KG, with which the words at its end come too, and which with the others.
 """
 
 import cutlass
@@ -9,13 +10,14 @@ from cutlass import BFloat16, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from ..configs.kda_prefill import RECORD_BYTES
-from .kda_layout import KG_OFFSET, RECORD_COPY_BYTES, TAIL_OFFSET
+from .kda_layout import INFO_OFFSET, KG_OFFSET, RECORD_COPY_BYTES, TAIL_OFFSET
 from .kda_stage import bulk_load
 from .prefill_layout import CHUNK, OPERAND_BYTES
 from .prefill_sync import advance
 from .record_flags import published
 
 TAIL_BYTES = RECORD_COPY_BYTES - TAIL_OFFSET
+INFO_BYTES = RECORD_COPY_BYTES - INFO_OFFSET
 
 
 @cute.jit
@@ -39,7 +41,8 @@ def load_early(
     """One warp: KG and the V tile of every chunk of the row, what the chain needs first."""
     # A transition from the identity (an odd place) has no values.
     values = (work & 1 == 0) if const_expr(form.transition) else True
-    size = Int32(form.early_bytes) if values else Int32(OPERAND_BYTES)
+    loaded = OPERAND_BYTES + (sum(size for _, _, size in form.early_pieces) + INFO_BYTES if form.early_pieces else 0)
+    size = Int32(loaded + 2 * CHUNK * form.columns) if values else Int32(loaded)
     base = storage.early.data_ptr()
     stage, parity, known = Int32(0), Int32(0), begin
     for slot in cutlass.range(begin, end, unroll=1):
@@ -51,7 +54,13 @@ def load_early(
             if values:  # which come from further away than a record and need not wait for it
                 load_values(form, ring, tma_v, gV, value_layout, target + OPERAND_BYTES // 4, token, column, stage)
             known = wait_record(form, flags, pitch, slot, end, known, lane)
-            bulk_load(target, records + Int64(slot) * pitch + KG_OFFSET, OPERAND_BYTES, ring.full + stage)
+            source = records + Int64(slot) * pitch
+            bulk_load(target, source + KG_OFFSET, OPERAND_BYTES, ring.full + stage)
+            for at, place, piece in form.early_pieces:
+                bulk_load(target + place // 4, source + at, piece, ring.full + stage)
+            if const_expr(len(form.early_pieces) > 0):
+                info = storage.infos.data_ptr() + stage * (INFO_BYTES // 4)
+                bulk_load(info, source + INFO_OFFSET, INFO_BYTES, ring.full + stage)
             stage, parity = advance(stage, parity, form.early_stages)
 
 

@@ -43,16 +43,15 @@ from ..device.column_state import (
 )
 from ..device.kda_chains import chain_of_block
 from ..device.kda_layout import (
-    IMAGE_BYTES,
     KU_OFFSET,
-    P_OFFSET,
     QG_OFFSET,
     RECORD_BYTES,
     T_OFFSET,
-    image_pieces,
+    TRIANGLE_BYTES,
     tail_place,
+    triangle_pieces,
 )
-from ..device.kda_loads import TAIL_BYTES, load_early, load_late
+from ..device.kda_loads import INFO_BYTES, TAIL_BYTES, load_early, load_late
 from ..device.kda_stage import staged_operand
 from ..device.prefill_layout import CHUNK, HEAD, OPERAND_BYTES, TILE_BYTES
 from ..device.prefill_state import negative_values
@@ -96,10 +95,16 @@ class KdaColumns:
 
     def __init__(self, key: KdaColumnsKey):
         self.key, self.columns = key, key.columns
-        self.early_bytes = OPERAND_BYTES + 2 * CHUNK * self.columns
+        self.triangle = OPERAND_BYTES + 2 * CHUNK * self.columns  # where an early stage has T'
+        self.early_bytes = self.triangle + TILE_BYTES
         self.early_stages = self.late_stages = STAGES
-        self.late_first, self.late_bytes = QG_OFFSET, IMAGE_BYTES - QG_OFFSET
-        self.late_pieces = image_pieces(QG_OFFSET, IMAGE_BYTES)
+        self.late_first, self.late_bytes = QG_OFFSET, 2 * OPERAND_BYTES + TILE_BYTES
+        self.early_pieces = triangle_pieces(T_OFFSET, self.triangle)
+        # A waits for one ring alone: T' and where the chunk lies come with KG. Behind KU, in the place of T', comes P.
+        self.late_pieces = [
+            (QG_OFFSET, QG_OFFSET, 2 * OPERAND_BYTES),
+            *triangle_pieces(T_OFFSET + TRIANGLE_BYTES, T_OFFSET),
+        ]
         self.tile = 128 * self.columns  # bytes of 64 tokens or channels
 
     @cute.jit
@@ -140,6 +145,7 @@ class KdaColumns:
             residual: cute.struct.Align[cute.struct.MemRange[Int32, self.tile // 4], 1024]
             values: cute.struct.Align[cute.struct.MemRange[Int32, self.tile // 4], 1024]
             rows: cute.struct.Align[cute.struct.MemRange[Int32, 4 * ROWS_BYTES // 4], 128]
+            infos: cute.struct.Align[cute.struct.MemRange[Int32, self.early_stages * INFO_BYTES // 4], 16]
             tails: cute.struct.Align[cute.struct.MemRange[Int32, self.late_stages * TAIL_BYTES // 4], 16]
             barriers: cute.struct.MemRange[cutlass.Int64, 2 * (self.early_stages + self.late_stages)]
 
@@ -199,7 +205,7 @@ class KdaColumns:
         storage = cutlass.utils.SmemAllocator().allocate(self.storage)
         barriers = storage.barriers.data_ptr()
         early = Ring(barriers, self.early_stages, 1, 4)
-        late = Ring(barriers + 2 * self.early_stages, self.late_stages, 1, 16)
+        late = Ring(barriers + 2 * self.early_stages, self.late_stages, 1, 12)
         if tidx == 0:
             if const_expr(self.key.overlapped):
                 join()
@@ -207,10 +213,13 @@ class KdaColumns:
             late.initialise()
             cute.arch.mbarrier_init_fence()
         # No copy writes the rows above the diagonals of T' and P.
-        triangles = const_expr(IMAGE_BYTES - T_OFFSET)
-        for at in cutlass.range(tidx * 16, self.late_stages * triangles, THREADS * 16, unroll=1):
-            place = at // triangles * self.late_bytes + at % triangles + (T_OFFSET - self.late_first)
-            store_shared(storage.late.data_ptr().toint() + place, *[Uint32(0)] * 4)
+        for at in cutlass.range(tidx * 16, STAGES * TILE_BYTES, THREADS * 16, unroll=1):
+            stage, place = at // TILE_BYTES, at % TILE_BYTES
+            for ring, size, triangle in (
+                (storage.early, self.early_bytes, self.triangle),
+                (storage.late, self.late_bytes, T_OFFSET - self.late_first),
+            ):
+                store_shared(ring.data_ptr().toint() + stage * size + triangle + place, *[Uint32(0)] * 4)
         cute.arch.fence_view_async_shared()
         cute.arch.griddepcontrol_launch_dependents()  # short rows of the call may run beside these, composition waits itself
         cute.arch.sync_threads()
@@ -232,7 +241,7 @@ class KdaColumns:
                     live = inside & (Int32(mTable[at, 1]) > 0)
                     chunks += cute.arch.popc(cute.arch.vote_ballot_sync(live))
                 if warp < 4:
-                    self.token_role(storage, early, late, mma, chunks, warp, lane)
+                    self.token_role(storage, early, mma, chunks, warp, lane)
                 elif warp < 8:
                     self.output_role(
                         storage, late, mOut, mma_output, chunks, Int32(mCu[row]), head * HEAD + column, warp - 4, lane
@@ -263,31 +272,31 @@ class KdaColumns:
         return staged_operand(start, shape, self.late_stages, self.late_bytes, narrow)
 
     @cute.jit
-    def token_role(self, storage, early, late, mma: cute.TiledMma, chunks: Int32, warp: Int32, lane: Int32):
-        """A. At the top of the loop Y is -V and both stages of the chunk have come."""
+    def token_role(self, storage, early, mma: cute.TiledMma, chunks: Int32, warp: Int32, lane: Int32):
+        """A. At the top of the loop Y is -V and the chunk's early stage has come."""
         columns = self.columns
-        early_base, tails = storage.early.data_ptr(), storage.tails.data_ptr().toint()
+        early_base, infos = storage.early.data_ptr(), storage.infos.data_ptr().toint()
         values_at = early_base.toint() + OPERAND_BYTES
         residual, values = storage.residual.data_ptr().toint(), storage.values.data_ptr().toint()
         row = 16 * warp + lane // 4
         tf = mma.get_slice(0)
         kg = staged_operand(early_base, (CHUNK, HEAD), self.early_stages, self.early_bytes)
-        t = self.late_operand(storage, T_OFFSET, (CHUNK, CHUNK), narrow=True)
+        t = staged_operand(
+            early_base + self.triangle // 4, (CHUNK, CHUNK), self.early_stages, self.early_bytes, narrow=True
+        )
         aKG, aT = (tf.make_fragment_A(tf.partition_A(x)) for x in (kg, t))
         bS, bX = (
             tf.make_fragment_B(tf.partition_B(column_tiles(base.data_ptr(), columns, width)))
             for base, width in ((storage.state, HEAD), (storage.residual, CHUNK))
         )
         Y, Z = (cute.make_rmem_tensor(tf.partition_shape_C((CHUNK, columns)), Float32) for _ in range(2))
-        stage, parity, place, late_parity = Int32(0), Int32(0), Int32(0), Int32(0)
+        stage, parity = Int32(0), Int32(0)
         if chunks > 0:
             early.wait_full(0, parity)
-            late.wait_full(0, late_parity)
         negative_values(Y, load_value_words(values_at, columns, warp, lane))
         for chunk in cutlass.range(chunks, unroll=1):
-            count = load_shared(tails + place * TAIL_BYTES + 516, 1, Int32)
+            count = load_shared(infos + stage * INFO_BYTES + 4, 1, Int32)
             following, following_parity = advance(stage, parity, self.early_stages)
-            later, later_parity = advance(place, late_parity, self.late_stages)
             meet(Barrier.STATE, THREE)
             cute.arch.fence_view_async_shared()
             warpgroup.fence()
@@ -300,26 +309,21 @@ class KdaColumns:
             meet(Barrier.TOKENS, 128)
             cute.arch.fence_view_async_shared()
             warpgroup.fence()
-            contract_tiles(mma, Z, aT, place, bX, False)
+            contract_tiles(mma, Z, aT, stage, bX, False)
             warpgroup.commit_group()
-            early.release(stage)
-            stage, parity = following, following_parity
             # No branch while a product is in flight: values that have not come are loaded again behind it.
-            negative_values(Y, load_value_words(values_at + stage * self.early_bytes, columns, warp, lane))
-            come = late.is_full(later, later_parity)
+            negative_values(Y, load_value_words(values_at + following * self.early_bytes, columns, warp, lane))
             meet(Barrier.VALUES_READ, TWO)
             warpgroup.wait_group(0)
             store_column_tile(rounded_pairs(Z, pack_f16), values, warp, lane)
             cute.arch.fence_view_async_shared()
             arrive(Barrier.VALUES, THREE)
-            late.release(place)
-            place, late_parity = later, later_parity
+            early.release(stage)
+            stage, parity = following, following_parity
             if chunk + 1 < chunks:
                 if not here:
                     early.wait_full(stage, parity)
                     negative_values(Y, load_value_words(values_at + stage * self.early_bytes, columns, warp, lane))
-                if not come:
-                    late.wait_full(place, late_parity)
 
     @cute.jit
     def output_role(
@@ -341,7 +345,7 @@ class KdaColumns:
         tf = mma.get_slice(0)
         aQG, aP = (
             tf.make_fragment_A(tf.partition_A(self.late_operand(storage, offset, (CHUNK, width), width == CHUNK)))
-            for offset, width in ((QG_OFFSET, HEAD), (P_OFFSET, CHUNK))
+            for offset, width in ((QG_OFFSET, HEAD), (T_OFFSET, CHUNK))
         )
         bS, bV = (
             tf.make_fragment_B(tf.partition_B(column_tiles(base.data_ptr(), columns, width)))

@@ -73,6 +73,7 @@ class KdaPrefill:
     def __init__(self, key: KdaPrefillKey):
         self.key, self.transition, self.columns = key, key.transition, 64 * key.slabs
         self.threads = 128 * (key.slabs + 1)
+        self.early_pieces = ()  # beside KG and V
         self.early_bytes = OPERAND_BYTES + key.slabs * TILE_BYTES
         # A transition has no queries and no outputs: of a record's late part it needs KU and T' alone.
         self.late_first, late_end = (KU_OFFSET, P_OFFSET) if key.transition else (QG_OFFSET, IMAGE_BYTES)
