@@ -8,7 +8,6 @@ from .checkpoints import Checkpoints
 from .compile.cache import CompiledKernel, jit_cache
 from .configs.kda_prefill import (
     BLOCKS_OF_RECORDS,
-    LONG_LENGTH,
     ORDERED_ROWS,
     RECORD_BYTES,
     KdaColumnsKey,
@@ -19,6 +18,7 @@ from .configs.kda_prefill import (
     parts_of_long_rows,
     records_key,
     recurrence_key,
+    shortest_long_row,
     slabs_per_block,
     slots_per_launch,
 )
@@ -53,15 +53,15 @@ def launch_chunked(
     qk_l2norm: bool,
     lower_bound: float | None,
     min_tokens: int = 0,
-    long_length: int = LONG_LENGTH,
+    long_length: int | None = None,
 ) -> None:
     """Run packed sequences on the current stream; the arguments are checked and there is at least one sequence.
 
-    Rows of fewer than `min_tokens` tokens are left alone: nothing of theirs is written. Rows of `long_length` tokens or more run
-    in parts; how many there may be follows from shapes alone. A workspace of 59 KiB a chunk and head is taken from the caching
-    allocator and kept bounded: chunks go in several launches, between which a row's state is carried in fp32, or, where rows may
-    run in parts, heads do. Rows in parts take 128 KiB more a head and inner segment. Where shapes say that it ends sooner, the
-    launch behind that of the records runs beside it; no bit depends on that.
+    Rows of fewer than `min_tokens` tokens are left alone: nothing of theirs is written. Rows of `long_length` tokens or more, by
+    default `shortest_long_row`, run in parts; how many there may be follows from shapes alone. A workspace of 59 KiB a chunk and
+    head is taken from the caching allocator and kept bounded: chunks go in several launches, between which a row's state is
+    carried in fp32, or, where rows may run in parts, heads do. Rows in parts take 128 KiB more a head and inner segment. Where
+    shapes say that it ends sooner, the launch behind that of the records runs beside it; no bit depends on that.
     """
     tokens, hk, width = q.shape
     hv = v.shape[1]
@@ -70,6 +70,7 @@ def launch_chunked(
     plan = (checkpoints.cu, checkpoints.ends, checkpoints.slots) if entries else (cu_seqlens,) * 3
     slots = tokens // 64 + rows + entries
     parts = parts_of_long_rows(hv)
+    long_length = shortest_long_row(hv) if long_length is None else long_length
     long_rows = min(tokens // long_length, rows) if parts > 1 else 0
     window = slots if long_rows else slots_per_launch(slots, hv)
     group = heads_per_launch(window, hv)

@@ -21,7 +21,6 @@ CHUNK = 64  # tokens
 RECORD_BYTES = 60_416  # what a chunk contributes to one head's recurrence, see device/kda_layout.py
 MULTIPROCESSORS = 132
 GENTLE_BOUND = -5.4  # log decay a token; 16 of it, and their inverse, are in fp32's range
-LONG_LENGTH = 8192  # tokens of a row that is run in parts
 BLOCKS_OF_RECORDS = 2 * MULTIPROCESSORS  # on the chip at once
 ORDERED_ROWS = 32  # rows or segments that a warp puts in the order of need
 RECORD_US = 4.05  # of a multiprocessor, where all of them make records
@@ -109,22 +108,27 @@ def overlap(
         return None
     for columns in chunk_us:
         blocks = chains * heads * 128 // columns
-        if blocks > (64 if chains <= 4 else 96) or (columns < 64 and (chains > 1 or (softplus and columns == 32))):
+        if blocks > (96 if chains > 4 or columns == 16 else 64) or (columns < 64 and chains > 1):
             continue  # too many blocks, or narrow ones where they have not been timed
         stay = MULTIPROCESSORS - blocks
         early = 40 if chains * heads <= 12 else 0
         for rounds in range(items // BLOCKS_OF_RECORDS + 1):
             beside = chunk_us[columns] * (1.0 if transition else beside_records(columns, blocks, softplus))
-            slower = SHARED[softplus][1 if blocks > 48 and rounds > 1 else 2]
-            if transition or columns < 64:  # columns take less memory from the records than slabs do
-                slower = 1.38 if transition else 0.87
-            rest = -(-(items - rounds * BLOCKS_OF_RECORDS) // (2 * stay)) * round_us * slower
+            left = (items - rounds * BLOCKS_OF_RECORDS) / (2 * stay)  # rounds of those that stay
+            if columns < 64:  # they take less memory from the records than slabs do, and seldom wait for a round's end
+                rest = left * round_us * 0.77
+            else:
+                slower = 1.38 if transition else SHARED[softplus][1 if blocks > 48 and rounds > 1 else 2]
+                rest = math.ceil(left) * round_us * slower
             # Chunks that are walked while records are made take longer.
             walked = min(steps, rest / beside)
             chain = walked * beside + (steps - walked) * chunk_us[columns] * (
                 CROWDED if crowded and columns == 64 else 1.0
             )
-            start = 12 if (early or columns < 64) and not rounds else 10 + max(round_us * rounds, 10.5)
+            if rounds:
+                start = (6 if columns < 64 else 10) + max(round_us * rounds, 10.5)
+            else:
+                start = 12 if early or columns < 64 else 20.5
             time = start + max(chain, rest + 3)
             if time < least:
                 best, least = Overlap(columns, stay, rounds, 0 if rounds else early), time
@@ -140,8 +144,17 @@ def beside_records(columns: int, blocks: int, softplus: bool) -> float:
     return 1.2 if blocks <= 32 else 1.6
 
 
+def shortest_long_row(heads: int) -> int:
+    """Tokens from which on a row is run in parts.
+
+    A call that may have such a row has three launches for it, 4 to 6 us where it has none. Of up to 16,384 tokens a row of eight
+    heads or more gains less by its parts than batches of shorter rows lose by those launches.
+    """
+    return 8192 if heads < 8 else 16_384
+
+
 def parts_of_long_rows(heads: int) -> int:
-    """Segments of a row of `LONG_LENGTH` tokens or more; 1 where the heads alone occupy the chip.
+    """Segments of a row of `shortest_long_row` tokens or more; 1 where the heads alone occupy the chip.
 
     The number must not depend on the batch, or a row's bits would. More parts than these cost more in their composition than they
     gain: 3.8 us a part.

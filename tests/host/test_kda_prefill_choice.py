@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from compact_state.cute_kernels.configs.kda_prefill import MULTIPROCESSORS, overlap, parts_of_long_rows, slabs_per_block
+from compact_state.cute_kernels.configs.kda_prefill import (
+    MULTIPROCESSORS,
+    overlap,
+    parts_of_long_rows,
+    shortest_long_row,
+    slabs_per_block,
+)
 
 HEADS = (1, 8, 12, 16, 32, 64)
 
@@ -34,23 +40,25 @@ def test_one_long_chain_runs_beside_its_records():
 
 
 def test_one_chain_of_few_heads_has_narrow_blocks():
-    """Eight or four a head, as far as multiprocessors are left for the records."""
-    assert [beside(heads, 2048).columns for heads in (8, 12, 16)] == [16, 32, 32]
+    """Eight or four a head, as far as multiprocessors are left for the records, or most records are made before."""
+    plans = [beside(heads, 2048) for heads in (8, 12, 16)]
+    assert [(plan.columns, plan.rounds) for plan in plans] == [(16, 0), (16, 1), (32, 0)]
+    for length, rounds in ((4096, 1), (8192, 2)):
+        assert (beside(12, length).columns, beside(12, length).rounds) == (16, rounds)
     for length in (8192, 32768):  # all records beside the chain: a first round of all multiprocessors takes longer
         assert (beside(16, length).columns, beside(16, length).rounds) == (32, 0)
     assert beside(32, 8192).columns == 64
 
 
 def test_narrow_blocks_stay_where_they_were_timed():
-    """Not for several rows, whose longest is not known, and of a softplus gate only as eighths of a head."""
+    """Not for several rows, whose longest is not known."""
     for heads in HEADS:
         for chains in (2, 3, 4, 6, 8):
             for slots in (33, 130, 520):
                 for softplus in (False, True):
                     plan = overlap(slots, heads, chains, slots / chains, False, 0.0, softplus)
                     assert plan is None or plan.columns >= 64
-    assert overlap(33, 12, 1, 33.0, False, 0.0, True).columns == 64
-    assert overlap(33, 8, 1, 33.0, False, 0.0, True).columns == 16
+    assert [overlap(33, heads, 1, 33.0, False, 0.0, True).columns for heads in (8, 16)] == [16, 32]
 
 
 def test_chains_that_fill_the_chip_follow_their_records():
@@ -77,6 +85,7 @@ def test_where_most_rows_are_short_one_long_chain_decides():
 def test_a_long_row_of_few_heads_has_as_many_parts_as_ended_soonest():
     """Of 1 to 8 parts, 8,192 and 32,768 tokens: `perf/results/h200/development/kda_prefill.txt`."""
     assert [parts_of_long_rows(heads) for heads in HEADS] == [5, 5, 4, 1, 1, 1]
+    assert [shortest_long_row(heads) for heads in HEADS[:3]] == [8192, 16_384, 16_384]
 
 
 @pytest.mark.parametrize("slots", [129, 513])
