@@ -27,7 +27,6 @@ from .configs.prefill import (
     LONG_LENGTH,
     GdnPrefillKey,
     SegmentStatesKey,
-    composed_rows,
     lead_of_long_rows,
     parts_of_long_rows,
     slabs_per_block,
@@ -137,7 +136,7 @@ def launch_chunked(
     if one and long_rows:  # as if all rows were of one length: what is known without reading it
         one_launch(True, long_rows * (2 * parts - 3))
     if parts > 2 and long_rows:
-        segment_states(SegmentStatesKey(composed_rows(heads)))(work, cu_seqlens, hv, parts, long_rows, long_length)
+        segment_states(SegmentStatesKey())(work, cu_seqlens, hv, parts, long_rows, long_length)
     if records and recorded_rows:
         if slabs or long_rows == 1:
             recur(False, recurrence_slabs(hv * (parts - 1)), 1)

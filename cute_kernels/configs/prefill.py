@@ -49,17 +49,11 @@ class GdnPrefillKey:
 
 @dataclass(frozen=True)
 class SegmentStatesKey:
-    """The kernel that composes segments.
-
-    Attributes:
-        rows: V rows of a block; with 8 there are twice the blocks, for few heads.
-    """
-
-    rows: Literal[8, 16] = 16
+    """The kernel that composes segments; one specialisation."""
 
     def symbol(self) -> str:
         """C identifier of this specialisation."""
-        return "segment_states" if self.rows == 16 else "segment_states_8"
+        return "segment_states"
 
 
 LONG_LENGTH = 8192
@@ -93,11 +87,6 @@ def lead_of_long_rows(hv: int) -> int:
     return 5 if parts_of_long_rows(hv) == 5 else 2
 
 
-def composed_rows(heads: int) -> Literal[8, 16]:
-    """V rows of a block of `SegmentStatesKey` for so many heads of all long rows."""
-    return 8 if 16 * heads <= MULTIPROCESSORS else 16
-
-
 def shipped() -> list[Entry]:
     """The specialisations built ahead of time."""
     budget = ResourceBudget(max_registers=128)
@@ -107,5 +96,4 @@ def shipped() -> list[Entry]:
         for transition in (False, True)
         for slabs in (1, 2)
     ]
-    composed = [Entry("segment_states", SegmentStatesKey(rows), ResourceBudget(max_registers=255)) for rows in (8, 16)]
-    return [*chunks, *composed]
+    return [*chunks, Entry("segment_states", SegmentStatesKey(), ResourceBudget(max_registers=128))]

@@ -16,7 +16,6 @@ from compact_state.cute_kernels.configs.gdn_records import (
 )
 from compact_state.cute_kernels.configs.prefill import (
     MULTIPROCESSORS,
-    composed_rows,
     lead_of_long_rows,
     parts_of_long_rows,
     slabs_per_block,
@@ -78,11 +77,6 @@ def test_some_columns_of_a_head_a_block_where_all_are_on_the_chip_at_once(heads)
 @pytest.mark.parametrize("heads", [17, 32, 66])
 def test_no_columns_where_their_blocks_would_wait_for_each_other(heads):
     assert not takes_columns(heads)
-
-
-@pytest.mark.parametrize("heads", [1, 8, 9, 64])
-def test_more_blocks_compose_the_states_of_few_heads(heads):
-    assert composed_rows(heads) == (8 if heads <= 8 else 16)
 
 
 def test_one_form_alone_is_launched_where_shapes_say_which():
