@@ -32,7 +32,7 @@ CHUNK_US: dict[bool, dict[Columns, float]] = {
 }
 # How much longer a chunk of half a head and a round take beside one another with many blocks, and a round with few, by whether
 # the gate is softplus.
-SHARED = {False: (1.55, 0.94, 0.97), True: (1.35, 1.1, 0.95)}
+SHARED = {False: (1.8, 0.94, 0.9), True: (1.5, 0.97, 0.95)}
 CROWDED = 1.5  # how much longer a chunk of half a head takes where all multiprocessors load records
 WORKSPACE_BYTES = 1 << 30  # most that one launch may take for records
 
@@ -104,7 +104,7 @@ def overlap(
     sequence = made + 6 + steps * alone
     # Transitions are followed by launches that wait for all: less is sure to gain.
     best, least = None, (0.9 if transition and chains > 2 else 0.98) * sequence - extra_us - (6 if transition else 0)
-    if steps * alone < 0.35 * sequence:
+    if steps * alone < 0.3 * sequence:
         return None
     for columns in chunk_us:
         blocks = chains * heads * 128 // columns
@@ -113,7 +113,7 @@ def overlap(
         stay = MULTIPROCESSORS - blocks
         early = 40 if chains * heads <= 12 else 0
         for rounds in range(items // BLOCKS_OF_RECORDS + 1):
-            beside = chunk_us[columns] * (1.0 if transition else beside_records(columns, blocks, softplus))
+            beside = chunk_us[columns] * (1.0 if transition else beside_records(columns, blocks, chains, softplus))
             left = (items - rounds * BLOCKS_OF_RECORDS) / (2 * stay)  # rounds of those that stay
             if columns < 64:  # they take less memory from the records than slabs do, and seldom wait for a round's end
                 rest = left * round_us * 0.77
@@ -135,13 +135,16 @@ def overlap(
     return best
 
 
-def beside_records(columns: int, blocks: int, softplus: bool) -> float:
-    """How much longer a chunk takes while other multiprocessors make records: with many blocks, memory is the limit."""
+def beside_records(columns: int, blocks: int, chains: int, softplus: bool) -> float:
+    """How much longer a chunk takes while other multiprocessors make records: with many blocks, memory is the limit.
+
+    Of more than four rows with more than 64 blocks most are short: they end before the longest, and memory is free again.
+    """
     if columns < 64:
         return 1.08 if columns == 16 else 1.12
     if columns == 64:
         return 1.15 if blocks <= 48 else SHARED[softplus][0]
-    return 1.2 if blocks <= 32 else 1.6
+    return 1.2 if blocks < 64 or (chains > 4 and blocks > 64) else 1.6
 
 
 def shortest_long_row(heads: int) -> int:

@@ -63,10 +63,18 @@ def test_narrow_blocks_stay_where_they_were_timed():
 
 def test_chains_that_fill_the_chip_follow_their_records():
     assert beside(64, 8192) is None
-    for heads in HEADS[2:]:
+    for heads in HEADS[3:]:
         assert beside(heads, *[2048] * 4) is None
     for heads in HEADS[1:]:
         assert beside(heads, *[1024] * 8) is None
+
+
+def test_whole_heads_of_several_rows_beside_their_records():
+    """Behind one round: four rows, which are 48 blocks, and six of which most are short."""
+    for lengths in ([1024] * 4, [2048] * 4, [1300, 547, 2048, 963, 271, 3063]):
+        plan = beside(12, *lengths)
+        assert (plan.columns, plan.rounds) == (128, 1)
+    assert (beside(8, *[1024] * 4).columns, beside(8, *[1024] * 4).rounds) == (64, 1)
 
 
 def test_halves_where_wholes_leave_multiprocessors_idle():
@@ -95,3 +103,6 @@ def test_records_of_many_heads_are_made_ahead_and_further_for_the_slower_gate(sl
     assert softplus is not None
     assert bounded.columns == softplus.columns == 64
     assert 1 < bounded.rounds < softplus.rounds < slots * 32 // (2 * MULTIPROCESSORS)
+    # Of 1 to 30 rounds, in the mean of several allocations: more for the chain's sake cost more than it gains.
+    assert bounded.rounds <= slots // 40
+    assert softplus.rounds <= slots // 20
