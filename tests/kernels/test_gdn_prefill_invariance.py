@@ -206,9 +206,9 @@ def test_records_change_no_bit_of_kept_states(dtype, long_length):
 @pytest.mark.parametrize("long_length", [128, 10**6])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_records_change_no_bit_of_states_kept_on_the_grid(dtype, long_length):
-    """After every chunk, in slots that a later state of the row takes over too: one kept, or the last one."""
+    """After every chunk of one row, after some of others, one of which ends off the grid."""
     every = [(64 * (i + 1), 6 + i) for i in range(10)]
-    kept = [every, [(64, 16), (128, 16), (192, 17)], [(64, 5), (128, 5)]]
+    kept = [every, [(64, 16), (128, 17), (192, 18)], [(64, 19), (128, 20)]]
     check_equal_forms([640, 200, 150], dtype, kept=kept, long_length=long_length)
 
 
