@@ -50,6 +50,13 @@ def test_one_chain_of_few_heads_has_narrow_blocks():
     assert beside(32, 8192).columns == 64
 
 
+def test_up_to_twelve_chains_start_before_all_multiprocessors_have_two_items():
+    """With more of them the first records of all chains come later than one a multiprocessor makes them."""
+    for heads, rows, early in ((4, 1, 40), (8, 1, 40), (12, 1, 40), (13, 1, 0), (16, 1, 0), (6, 2, 40)):
+        plan = beside(heads, *[1024] * rows)
+        assert (plan.rounds, plan.early) == (0, early)
+
+
 def test_narrow_blocks_stay_where_they_were_timed():
     """Not for several rows, whose longest is not known."""
     for heads in HEADS:
