@@ -150,7 +150,7 @@ def beside_records(columns: int, blocks: int, chains: int, softplus: bool) -> fl
 def shortest_long_row(heads: int) -> int:
     """Tokens from which on a row is run in parts.
 
-    A call that may have such a row has three launches for it, 4 to 6 us where it has none. Of up to 16,384 tokens a row of eight
+    A call that may have such a row has three launches for it, 4 to 8 us where it has none. Of up to 16,384 tokens a row of eight
     heads or more gains less by its parts than batches of shorter rows lose by those launches.
     """
     return 8192 if heads < 8 else 16_384

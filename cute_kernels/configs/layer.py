@@ -72,7 +72,7 @@ class LayerDecodeKey:
 
     @property
     def lanes(self) -> int:
-        """Lanes that share a row of V: 16 on an fp32 pool or with passes of 4 KiB (docs/notes/layer_decode.md), else 8."""
+        """Lanes that share a row of V: 16 on an fp32 pool or where passes land by turns (docs/notes/layer_decode.md), else 8."""
         return 16 if self.state == "float32" or self.landed else 8
 
     @property
