@@ -127,14 +127,14 @@ def test_putter_killed_in_a_put(store):
 @pytest.mark.parametrize("store", [{"client_ttl_s": 20}], indirect=True)
 def test_an_owner_that_stands_still_costs_a_slot_and_no_more(store):
     """Past its deadline a transfer may still touch its slot: quarantine, and a late end that changes nothing."""
-    settings = replace(LIVE, get_deadline_s=0.5, put_deadline_s=0.5)
+    settings = replace(LIVE, get_deadline_s=2.0, put_deadline_s=2.0)
     rig = store.rig(slots=4, heads=MIB_HEADS)
     assert rig.put(rig.checkpoint(PROMPT[:10]))
     reader = store.rig(slots=4, heads=MIB_HEADS, settings=settings)
     store.mooncake.pause_owner(True)
     begun = time.monotonic()
     assert reader.resume(PROMPT, [10]) == 0
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 10
     assert reader.ledger.quarantined == 1
     assert reader.ledger.counters.e_stuck == 1
     for number in range(6):
