@@ -50,6 +50,8 @@ RUN = {
     },
 }
 RUN["records"] = RUN.pop("records, wholes")
+COLUMNS = "records, columns"  # a call of few heads, which `public` makes for the small ones of these tests
+RUN[COLUMNS] = functools.partial(chunked, records=True, columns=True)
 
 
 def check(lengths, hk=2, hv=4, dataset="randn", path="wholes", **options):

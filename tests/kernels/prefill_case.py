@@ -162,6 +162,36 @@ def check_sequences_without_tokens(run, kind, hv, dtype):
     assert pool[3].isnan().all()
 
 
+def check_slots_full_of_nan(run, kind, first, lower_bound=None):
+    """A first piece of a token or two into a slot full of NaN, then 50 more: what one call gives; other slots stay."""
+    inputs = delta_inputs(kind, "trained", first + 50, 2, 4, lower_bound=lower_bound, device="cuda")
+    pool, none = make_pool(4, (4, 128, 128), device="cuda"), ids(-1, device="cuda")
+    cold, begun = ids(1, device="cuda"), ids(2, device="cuda")
+    whole = run(*inputs.tensors, pool, none, cold, cu_seqlens([first + 50], device="cuda"), **inputs.gate_options)
+    pieces = []
+    for rows, read in ((slice(0, first), none), (slice(first, None), begun)):
+        piece = inputs.rows(rows)
+        cu = cu_seqlens([piece.q.shape[0]], device="cuda")
+        pieces.append(run(*piece.tensors, pool, read, begun, cu, **inputs.gate_options))
+    assert_close(torch.cat(pieces), whole.double(), 0.006, "out")
+    assert_close(pool[2], pool[1].double(), 0.01, "state")
+    assert bool(pool[[0, 3]].isnan().all())
+
+
+def check_large_state(run, dtype, **options):
+    """States of 1e5 that neither decay nor change are read out as they are; the slot written holds what was read."""
+    q = torch.ones(200, 1, 128, dtype=torch.bfloat16, device="cuda")
+    closed = torch.full((200, 1), -1000.0, dtype=torch.bfloat16, device="cuda")
+    pool, zero = make_pool(2, (1, 128, 128), dtype, device="cuda"), torch.zeros(1, device="cuda")
+    pool[0] = 1e5
+    slots = (ids(0, device="cuda"), ids(1, device="cuda"))
+    out = run(
+        q, q, torch.zeros_like(q), closed, closed, zero, zero, pool, *slots, cu_seqlens([200], device="cuda"), **options
+    )
+    torch.testing.assert_close(out.float(), torch.full(out.shape, 1e5, device="cuda"), rtol=2**-7, atol=0)
+    torch.testing.assert_close(pool[1], pool[0], rtol=1e-5, atol=0)
+
+
 def check_longer_token_buffer(run, kind):
     """Tokens beyond the last sequence are NaN, and so may their outputs be; the rest is what it is without them."""
     lengths, total, buffer = [65, 1, 135], 201, 256

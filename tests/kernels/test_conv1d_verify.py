@@ -93,6 +93,21 @@ def test_F1_verify_then_anything_equals_never_having_speculated(accepted, then):
     assert torch.equal(reference.live_window(case.pool, one, at), reference.live_window(case.pool, two, at))
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 8])
+def test_C8_output_may_be_the_input_row(tokens):
+    case = Case()
+    x, lengths = case.tokens(2 * tokens), [tokens, tokens]
+    arguments = (gpu_ids(0, 1), gpu_ids(2, 3), gpu_ids(4, 5), lengths)
+    log, other = make_log(case, 2), make_log(case, 2)
+    marked, pool = x.clone(), case.pool.clone()
+    separate = case.verify(x, pool, *arguments, log, gpu_ids(0, 0))
+    assert torch.equal(x, marked)
+    case.verify(x, case.pool, *arguments, other, gpu_ids(0, 0), out=x)
+    assert torch.equal(x, separate)
+    assert torch.equal(bits(case.pool), bits(pool))
+    assert torch.equal(bits(other.x), bits(log.x))
+
+
 def test_F3_counts_out_of_range_touch_nothing():
     case = Case()
     log = make_log(case, 3)

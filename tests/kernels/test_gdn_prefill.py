@@ -7,14 +7,16 @@ import functools
 
 import pytest
 import torch
-from gdn_prefill_case import PATHS, RUN, check, chunked, equal_keys, public
+from gdn_prefill_case import COLUMNS, PATHS, RUN, check, chunked, equal_keys, public
 from prefill_case import (
     DTYPES,
     bits,
     check_inputs,
+    check_large_state,
     check_longer_token_buffer,
     check_pieces,
     check_sequences_without_tokens,
+    check_slots_full_of_nan,
     check_thousands_of_sequences,
     filled_pool,
 )
@@ -198,13 +200,28 @@ def test_E7_equal_keys(tokens):
     assert_close(pool[1], oracle[1], 0.01, "state")
 
 
-def test_near_equal_keys_over_many_chunks():
-    check([2048], hk=1, hv=2, dataset="correlated")
+@pytest.mark.parametrize("tokens", [64, 2048, 4096])
+def test_E7_near_equal_keys_over_many_chunks(tokens):
+    check([tokens], hk=1, hv=2, dataset="correlated")
 
 
+@pytest.mark.parametrize("path", [*PATHS, COLUMNS])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_E6_a_large_state_is_read_out_finite(dtype, path):
+    """S k is beyond fp16: what is rounded to it saturates, and nothing becomes infinite."""
+    check_large_state(RUN[path], dtype)
+
+
+@pytest.mark.parametrize("path", [*PATHS, COLUMNS])
+@pytest.mark.parametrize("first", [1, 2])
+def test_G1_slots_full_of_nan_equal_the_cold_run(first, path):
+    check_slots_full_of_nan(RUN[path], "gdn", first)
+
+
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("cut", [1, 15, 63, 64, 100, 128, 299])
-def test_split_at_any_point_equals_unsplit_within_tolerance(cut):
-    check_pieces(public, "gdn", 300, [cut])
+def test_split_at_any_point_equals_unsplit_within_tolerance(cut, path):
+    check_pieces(RUN[path], "gdn", 300, [cut])
 
 
 def test_prefill_equals_decode_steps():

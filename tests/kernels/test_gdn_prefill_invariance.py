@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import pytest
 import torch
-from gdn_prefill_case import PATHS, RUN, chunked, equal_keys, public
+from gdn_prefill_case import COLUMNS, PATHS, RUN, chunked, equal_keys, public
 from prefill_case import DTYPES, bits, check_equal_repeats, check_graph_replay, check_neighbours, filled_pool
 
 from compact_state.cute_kernels import Checkpoints, gdn_launch
@@ -136,7 +135,7 @@ def test_causality_a_changed_suffix_changes_no_earlier_bit(cut, path):
     assert not torch.equal(out[cut:], later[cut:])
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", [*PATHS, COLUMNS])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_D4_equal_repeats(dtype, path):
     check_equal_repeats(RUN[path], "gdn", 4, 16, dtype)
@@ -323,11 +322,6 @@ def test_the_form_that_lengths_choose_changes_no_bit(monkeypatch, lengths, hk, h
     for out, pool in results[:2]:
         assert torch.equal(bits(out), bits(results[2][0]))
         assert torch.equal(bits(pool), bits(results[2][1]))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_columns_give_equal_repeats(dtype):
-    check_equal_repeats(functools.partial(chunked, records=True, columns=True), "gdn", 4, 16, dtype)
 
 
 @pytest.mark.parametrize("long_length", [128, 10**6])

@@ -16,6 +16,7 @@ from prefill_case import (
     check_neighbours,
     check_pieces,
     check_sequences_without_tokens,
+    check_slots_full_of_nan,
     check_thousands_of_sequences,
     filled_pool,
 )
@@ -316,6 +317,13 @@ def test_split_at_any_point_equals_unsplit_within_tolerance(cut, lower_bound):
     check_pieces(public, "kda", 300, [cut], lower_bound)
 
 
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+@pytest.mark.parametrize("first", [1, 2])
+def test_G1_slots_full_of_nan_equal_the_cold_run(first, lower_bound, path):
+    check_slots_full_of_nan(RUN[path], "kda", first, lower_bound)
+
+
 @pytest.mark.parametrize("lower_bound", [None, -5.0])
 def test_prefill_equals_decode_steps(lower_bound):
     def step(*arguments, **options):
@@ -327,7 +335,7 @@ def test_prefill_equals_decode_steps(lower_bound):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_D4_equal_repeats(dtype, path):
-    check_equal_repeats(chunked, "kda", 16, 16, dtype)
+    check_equal_repeats(RUN[path], "kda", 16, 16, dtype)
 
 
 def test_graph_replay_follows_changed_ids_and_lengths():
