@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
         parts.add_argument("--case", default="", help="regular expression on case names, such as gdn_decode:Q1:B64:f32")
         parts.add_argument("--quick", action="store_true", help="the short matrix")
     for parts in (run, whole, warm):
-        parts.add_argument("--peers", default="all", help="all, none, or flashinfer,fla,cudnn,lmdeploy")
+        parts.add_argument("--peers", default="all", help="all, none, or flashinfer,fla,cudnn,lmdeploy,flashkda")
     report = commands.add_parser("report", help="tables and charts from committed results")
     report.add_argument("--results", type=Path, default=RESULTS)
     report.add_argument("--docs", type=Path, default=RESULTS.parents[2] / "docs")
@@ -86,8 +86,7 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     if options.list:
         print("\n".join(case.name for case in cases))
         return 0
-    if options.device == "cuda" and not torch.cuda.is_available():
-        print("perf run: no CUDA device; allowed: --device cpu, which exercises the harness only", file=sys.stderr)
+    if _no_device(options):
         return 2
     command = [options.record] if options.record else ["python", "-m", "perf", *arguments]
     before: dict[str, Any] | None = None
@@ -152,6 +151,17 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     return 1 if result["failures"] else 0
 
 
+def _no_device(options: argparse.Namespace) -> bool:
+    """Whether the device that was asked for is not here, which is said."""
+    import torch
+
+    if options.device != "cuda" or torch.cuda.is_available():
+        return False
+    allowed = "allowed: --device cpu, which exercises the harness only"
+    print(f"perf {options.command}: no CUDA device; {allowed}", file=sys.stderr)
+    return True
+
+
 def _compiles(case: Any, cold: dict[tuple[str, str], list[str]]) -> bool:
     """Whether a peer that is timed here still has to compile for a case: such cases are run after the others."""
     from .warm import ON_DISK, TUNING, group_of
@@ -175,6 +185,8 @@ def _host(options: argparse.Namespace) -> int:
     from .cases import select
 
     cases = select(options.op, options.case, options.quick)
+    if _no_device(options):
+        return 2
     device = torch.device(options.device)
     count = host.update(options.out, cases, device, lambda text: print(text, flush=True), options.limit)
     return 0 if count else 1
@@ -183,7 +195,7 @@ def _host(options: argparse.Namespace) -> int:
 def _warm(options: argparse.Namespace) -> int:
     from . import peers
     from .cases import select
-    from .warm import precompile, warm, warm_group
+    from .warm import installed, precompile, warm, warm_group
 
     cases = select(options.op, options.case, options.quick)
     if options.here:
@@ -191,7 +203,7 @@ def _warm(options: argparse.Namespace) -> int:
         return 0
     if options.logs:
         options.logs.mkdir(parents=True, exist_ok=True)
-    names = peers.wanted(options.peers)
+    names = installed(peers.wanted(options.peers))
     cache = options.peer_cache.absolute() if options.peer_cache else None
     precompile(names)
     cold = warm(
@@ -206,8 +218,11 @@ def _all(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     from .matrix import CACHE, HOST_S, measure
     from .report import load_results
 
+    cases = select(options.op, options.case, options.quick)
+    if _no_device(options):
+        return 2
     failed = measure(
-        select(options.op, options.case, options.quick),
+        cases,
         options.out,
         peer_names=options.peers,
         device=options.device,

@@ -22,7 +22,7 @@ from pathlib import Path
 from . import peers, schema
 from .cases import Case
 from .run import replace, unfinished
-from .warm import IN_MEMORY, Cold, environment, family_of, pattern, precompile, warm
+from .warm import IN_MEMORY, Cold, environment, family_of, installed, pattern, precompile, warm
 
 FAMILIES = ("conv", "step", "gdn_prefill", "kda_prefill")
 COST = {"conv": 0.3, "gdn_prefill": 1.5, "kda_prefill": 1.0, "step": 0.7}  # of a case, relative: how time is shared
@@ -175,7 +175,7 @@ def measure(
                 family.arguments += ["--commit", commit] if commit else []
                 family.environment = environment(cache, family.name)
                 family.start(wanted)
-            cold = warm(cases, wanted, jobs, say, logs, compile_limit_s, cache)
+            cold = warm(cases, installed(wanted), jobs, say, logs, compile_limit_s, cache)
             compiled_s = time.monotonic() - began
             say(f"peers compiled and tuned in {compiled_s:.0f} s; cold: {cold or 'none'}")
             until = began + min(compile_limit_s, total_s)

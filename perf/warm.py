@@ -205,6 +205,17 @@ def _keep_tuned(folder: Path) -> None:
         keep_tuned(folder)
 
 
+def installed(peer_names: Sequence[str]) -> list[str]:
+    """Those of the peers whose packages are here; the others are named by the run itself, and there is nothing to warm."""
+
+    def found(package: str) -> bool:
+        with contextlib.suppress(ImportError, ValueError):
+            return importlib.util.find_spec(package) is not None
+        return False
+
+    return [name for name in peer_names if all(map(found, PACKAGES[name]))]
+
+
 def precompile(peer_names: Sequence[str], limit_s: float = 30.0) -> None:
     """Have Python's byte code of the peers on disk before many processes import them at once; does nothing where it is."""
     folders = []

@@ -159,8 +159,6 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["run", "--list", "--op", "gdn_prefill", "--quick"]) == 0
     assert "gdn_prefill:Q1:1x8192:f32" in capsys.readouterr().out
     assert main(["run", "--op", "nothing"]) == 2
-    if not torch.cuda.is_available():
-        assert main(["run", "--op", "gdn_decode"]) == 2
 
 
 def test_measuring_needs_no_plotting_or_command_line_packages() -> None:
