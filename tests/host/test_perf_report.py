@@ -139,8 +139,8 @@ def test_the_first_page_counts_lines_and_says_where_a_peer_is_faster() -> None:
     )
     assert "Ours is faster on every cell that a peer has a figure for: `kda_decode` (1)." in text
     assert "Without any peer's figure: `gdn_layer_decode`." in text
-    assert "| 1 of 2 | Q1 B64 fp32 (flashinfer) 1.15; Q1 B8 fp32 (flashinfer) 0.86 |" in text
-    assert "every cell not slower than the best peer: 1.15, limit 1" in text
+    assert "| 1 of 2 | Q1 B64 fp32 (flashinfer) 1.150; Q1 B8 fp32 (flashinfer) 0.863 |" in text
+    assert "every cell not slower than the best peer: 1.150, limit 1" in text
     assert "cells of the matrix were not measured" in text
     assert "No peer is faster on any cell." in overview_block({"decode": result(row())})
 
