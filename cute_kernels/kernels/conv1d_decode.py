@@ -12,6 +12,8 @@ Launched dependently: ids, taps and windows are loaded while the previous kernel
 x and the output wait for it.
 """
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Int32
@@ -26,6 +28,20 @@ from ..device.state_io import row_ptr, slot_is_valid
 GRID_Y = 65535  # groups in the grid's y dimension; more go to its z dimension
 
 
+class Arguments(NamedTuple):
+    """What the compiled function takes, then the stream."""
+
+    mX: cute.Tensor  # (N, C), row stride any multiple of 16 bytes
+    mWeight: cute.Tensor  # (C, W)
+    mBias: cute.Tensor  # (1, C); any matrix without BIAS
+    mState: cute.Tensor  # (S, W, C), slot stride any multiple of 16 bytes
+    mReadIds: cute.Tensor  # (N,) int32
+    mWriteIds: cute.Tensor  # (N,) int32
+    mPositions: cute.Tensor  # (N,) int32
+    mOut: cute.Tensor  # (N, C), may be mX
+    flags: Int32  # SETTLED | BIAS | SILU | PLAIN
+
+
 class ConvDecode:
     def __init__(self, key: ConvDecodeKey):
         self.key = key
@@ -33,71 +49,47 @@ class ConvDecode:
         self.vec, self.rows, self.width = key.vec, key.rows, key.width
 
     @cute.jit
-    def __call__(
-        self,
-        mX: cute.Tensor,  # (N, C), row stride any multiple of 16 bytes
-        mWeight: cute.Tensor,  # (C, W)
-        mBias: cute.Tensor,  # (1, C); any matrix without BIAS
-        mState: cute.Tensor,  # (S, W, C), slot stride any multiple of 16 bytes
-        mReadIds: cute.Tensor,  # (N,) int32
-        mWriteIds: cute.Tensor,  # (N,) int32
-        mPositions: cute.Tensor,  # (N,) int32
-        mOut: cute.Tensor,  # (N, C), may be mX
-        flags: Int32,  # SETTLED | BIAS | SILU | PLAIN
-        stream,
-    ):
-        n, channels = cute.size(mX, mode=[0]), cute.size(mX, mode=[1])
+    def __call__(self, *arguments):
+        a, stream = Arguments(*arguments[:-1]), arguments[-1]
+        n, channels = cute.size(a.mX, mode=[0]), cute.size(a.mX, mode=[1])
         width, height = self.key.threads * self.vec, self.rows * self.key.lanes
         groups = (n + height - 1) // height
         grid = [(channels + width - 1) // width, cutlass.min(groups, Int32(GRID_Y)), (groups + GRID_Y - 1) // GRID_Y]
         self.kernel.set_name_prefix(self.key.symbol(), remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(mX, mWeight, mBias, mState, mReadIds, mWriteIds, mPositions, mOut, flags, n, channels).launch(
-            grid=grid, block=[self.key.threads, self.key.lanes, 1], stream=stream, use_pdl=(flags & PLAIN) == 0,
+        self.kernel(a, n, channels).launch(
+            grid=grid, block=[self.key.threads, self.key.lanes, 1], stream=stream, use_pdl=(a.flags & PLAIN) == 0,
             min_blocks_per_mp=self.key.blocks, preferred_smem_carveout=0 if self.key.blocks else None,
         )  # fmt: skip
 
     @cute.kernel
-    def kernel(
-        self,
-        mX: cute.Tensor,
-        mWeight: cute.Tensor,
-        mBias: cute.Tensor,
-        mState: cute.Tensor,
-        mReadIds: cute.Tensor,
-        mWriteIds: cute.Tensor,
-        mPositions: cute.Tensor,
-        mOut: cute.Tensor,
-        flags: Int32,
-        n: Int32,
-        channels: Int32,
-    ):
+    def kernel(self, a: Arguments, n: Int32, channels: Int32):
         column, lane, _ = cute.arch.thread_idx()
         bidx, bidy, bidz = cute.arch.block_idx()
         first = ((bidz * GRID_Y + bidy) * self.key.lanes + lane) * self.rows
         own_channel = (bidx * self.key.threads + column) * self.vec
-        if (flags & SETTLED) == 0:
+        if (a.flags & SETTLED) == 0:
             cute.arch.griddepcontrol_wait()
         # A thread without work loads what the last row's or last channels' thread loads: only the stores need a branch.
         channel = cutlass.min(own_channel, channels - self.vec)
         rows = [cutlass.min(first + r, n - 1) for r in range(self.rows)]
-        reads = [Int32(mReadIds[row]) for row in rows]
-        writes = [Int32(mWriteIds[row]) for row in rows]
-        positions = [Int32(mPositions[row]) for row in rows]
+        reads = [Int32(a.mReadIds[row]) for row in rows]
+        writes = [Int32(a.mWriteIds[row]) for row in rows]
+        positions = [Int32(a.mPositions[row]) for row in rows]
         windows = []
         for r in cutlass.range_constexpr(self.rows):
-            windows.append(self.load_window(mState, reads[r], positions[r], channel))
-        parameters = self.math.parameters(mWeight, mBias, channel, flags & BIAS, flags & SILU)
-        if (flags & SETTLED) != 0:
+            windows.append(self.load_window(a.mState, reads[r], positions[r], channel))
+        parameters = self.math.parameters(a.mWeight, a.mBias, channel, a.flags & BIAS, a.flags & SILU)
+        if (a.flags & SETTLED) != 0:
             cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         inputs = self.math.registers(self.rows)
         for r in cutlass.range_constexpr(self.rows):
-            copy_into(row_ptr(mX, rows[r], channel, self.math.align), inputs[r], self.vec)
+            copy_into(row_ptr(a.mX, rows[r], channel, self.math.align), inputs[r], self.vec)
         if own_channel < channels:
             for r in cutlass.range_constexpr(self.rows):
                 if first + r < n:
                     self.finish(
-                        mState, mOut, parameters, windows[r], inputs[r], first + r, reads[r], writes[r], positions[r],
+                        a.mState, a.mOut, parameters, windows[r], inputs[r], first + r, reads[r], writes[r], positions[r],
                         channel,
                     )  # fmt: skip
 

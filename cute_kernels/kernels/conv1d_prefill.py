@@ -14,6 +14,8 @@ Slots  Only a sequence's first tile needs tokens from before the call: a tile is
        place needs nothing else. Later checkpoints hold tokens of x alone: each has a warp of its own.
 """
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Int32, const_expr
@@ -38,6 +40,26 @@ WARPS = 4  # tiles a block
 GRID_Y = 65535
 
 
+class Arguments(NamedTuple):
+    """What the compiled function takes, then the stream."""
+
+    mX: cute.Tensor  # (T, C), row stride any multiple of 16 bytes
+    mWeight: cute.Tensor  # (C, W)
+    mBias: cute.Tensor  # (1, C); any matrix without BIAS
+    mState: cute.Tensor  # (S, W, C), slot stride any multiple of 16 bytes
+    mReadIds: cute.Tensor  # (N,) int32
+    mWriteIds: cute.Tensor  # (N,) int32
+    mPositions: cute.Tensor  # (N,) int32
+    mCuSeqlens: cute.Tensor  # (N + 1,) int32
+    mEntries: (
+        cute.Tensor
+    )  # (N + 1,) int32, prefix sums of checkpoint entries; any ids without CHECKPOINTS, as the next two
+    mEnds: cute.Tensor  # (M,) int32, ascending in a sequence
+    mSlots: cute.Tensor  # (M,) int32
+    mOut: cute.Tensor  # (T, C), no memory in common with mX
+    flags: Int32  # BIAS | SILU | CHECKPOINTS
+
+
 class ConvPrefill:
     def __init__(self, key: ConvPrefillKey):
         self.key = key
@@ -45,61 +67,26 @@ class ConvPrefill:
         self.vec, self.tokens, self.width = key.vec, key.tokens, key.width
 
     @cute.jit
-    def __call__(
-        self,
-        mX: cute.Tensor,  # (T, C), row stride any multiple of 16 bytes
-        mWeight: cute.Tensor,  # (C, W)
-        mBias: cute.Tensor,  # (1, C); any matrix without BIAS
-        mState: cute.Tensor,  # (S, W, C), slot stride any multiple of 16 bytes
-        mReadIds: cute.Tensor,  # (N,) int32
-        mWriteIds: cute.Tensor,  # (N,) int32
-        mPositions: cute.Tensor,  # (N,) int32
-        mCuSeqlens: cute.Tensor,  # (N + 1,) int32
-        mEntries: cute.Tensor,  # (N + 1,) int32, prefix sums of checkpoint entries; any ids without CHECKPOINTS, as the next two
-        mEnds: cute.Tensor,  # (M,) int32, ascending in a sequence
-        mSlots: cute.Tensor,  # (M,) int32
-        mOut: cute.Tensor,  # (T, C), no memory in common with mX
-        flags: Int32,  # BIAS | SILU | CHECKPOINTS
-        stream,
-    ):
-        total, channels = cute.size(mX, mode=[0]), cute.size(mX, mode=[1])
-        n = cute.size(mReadIds, mode=[0])
+    def __call__(self, *arguments):
+        a, stream = Arguments(*arguments[:-1]), arguments[-1]
+        total, channels = cute.size(a.mX, mode=[0]), cute.size(a.mX, mode=[1])
+        n = cute.size(a.mReadIds, mode=[0])
         tile_groups = (total // self.tokens + n + WARPS) // WARPS  # total // tokens + n + 1 tiles
-        entries = cute.size(mEnds, mode=[0]) if (flags & CHECKPOINTS) != 0 else Int32(0)
+        entries = cute.size(a.mEnds, mode=[0]) if (a.flags & CHECKPOINTS) != 0 else Int32(0)
         groups = tile_groups + (entries + WARPS - 1) // WARPS
         block = 32 * self.vec
         grid = [(channels + block - 1) // block, cutlass.min(groups, Int32(GRID_Y)), (groups + GRID_Y - 1) // GRID_Y]
         self.kernel.set_name_prefix(self.key.symbol(), remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(
-            mX, mWeight, mBias, mState, mReadIds, mWriteIds, mPositions, mCuSeqlens, mEntries, mEnds, mSlots, mOut,
-            flags, n, tile_groups,
-        ).launch(
+        self.kernel(a, n, tile_groups).launch(
             grid=grid, block=[32, WARPS, 1], stream=stream, use_pdl=self.key.pdl, min_blocks_per_mp=self.key.blocks,
             preferred_smem_carveout=0 if self.key.blocks else None,
         )  # fmt: skip
 
     @cute.kernel
-    def kernel(
-        self,
-        mX: cute.Tensor,
-        mWeight: cute.Tensor,
-        mBias: cute.Tensor,
-        mState: cute.Tensor,
-        mReadIds: cute.Tensor,
-        mWriteIds: cute.Tensor,
-        mPositions: cute.Tensor,
-        mCuSeqlens: cute.Tensor,
-        mEntries: cute.Tensor,
-        mEnds: cute.Tensor,
-        mSlots: cute.Tensor,
-        mOut: cute.Tensor,
-        flags: Int32,
-        n: Int32,
-        tile_groups: Int32,
-    ):
+    def kernel(self, a: Arguments, n: Int32, tile_groups: Int32):
         lane, warp, _ = cute.arch.thread_idx()
         bidx, bidy, bidz = cute.arch.block_idx()
-        total, channels = cute.size(mX, mode=[0]), cute.size(mX, mode=[1])
+        total, channels = cute.size(a.mX, mode=[0]), cute.size(a.mX, mode=[1])
         group = bidz * GRID_Y + bidy
         channel = (bidx * 32 + lane) * self.vec
         if const_expr(self.key.pdl):
@@ -107,125 +94,92 @@ class ConvPrefill:
             cute.arch.griddepcontrol_launch_dependents()
         if group < tile_groups:
             tile = group * WARPS + warp
-            sequence = last_not_above(mCuSeqlens, n + 1, tile, lane, self.tokens)
-            begin = Int32(mCuSeqlens[sequence])
+            sequence = last_not_above(a.mCuSeqlens, n + 1, tile, lane, self.tokens)
+            begin = Int32(a.mCuSeqlens[sequence])
             number = tile - (begin // self.tokens + sequence)
             start = begin + number * self.tokens
             if channel < channels:
                 if sequence < n:
-                    end = cutlass.min(Int32(mCuSeqlens[sequence + 1]), total)
+                    end = cutlass.min(Int32(a.mCuSeqlens[sequence + 1]), total)
                     if (start < end) | (number == 0):
-                        self.tile(
-                            mX, mWeight, mBias, mState, mReadIds, mWriteIds, mPositions, mEntries, mEnds, mSlots, mOut,
-                            flags, sequence, begin, start, end, channel,
-                        )  # fmt: skip
+                        self.tile(a, sequence, begin, start, end, channel)
                 else:
                     for t in cutlass.range(start, cutlass.min(start + self.tokens, total), unroll=1):
                         store_vector(
-                            zero_vector(BFloat16, self.vec), row_ptr(mOut, t, channel, self.math.align), self.vec
+                            zero_vector(BFloat16, self.vec), row_ptr(a.mOut, t, channel, self.math.align), self.vec
                         )
         else:
             entry = (group - tile_groups) * WARPS + warp
-            if entry < cute.size(mEnds, mode=[0]):
-                sequence = last_not_above(mEntries, n + 1, entry, lane, None)
+            if entry < cute.size(a.mEnds, mode=[0]):
+                sequence = last_not_above(a.mEntries, n + 1, entry, lane, None)
                 if (sequence < n) & (channel < channels):
-                    begin = Int32(mCuSeqlens[sequence])
-                    end = Int32(mEnds[entry])
-                    if (end >= self.width - 1) & (end <= Int32(mCuSeqlens[sequence + 1]) - begin):
-                        position = Int32(mPositions[sequence])
-                        self.keep_window(mX, mState, Int32(mSlots[entry]), position, begin, end, channel, None)
+                    begin = Int32(a.mCuSeqlens[sequence])
+                    end = Int32(a.mEnds[entry])
+                    if (end >= self.width - 1) & (end <= Int32(a.mCuSeqlens[sequence + 1]) - begin):
+                        position = Int32(a.mPositions[sequence])
+                        self.keep_window(a.mX, a.mState, Int32(a.mSlots[entry]), position, begin, end, channel, None)
 
     @cute.jit
-    def tile(
-        self,
-        mX: cute.Tensor,
-        mWeight: cute.Tensor,
-        mBias: cute.Tensor,
-        mState: cute.Tensor,
-        mReadIds: cute.Tensor,
-        mWriteIds: cute.Tensor,
-        mPositions: cute.Tensor,
-        mEntries: cute.Tensor,
-        mEnds: cute.Tensor,
-        mSlots: cute.Tensor,
-        mOut: cute.Tensor,
-        flags: Int32,
-        sequence: Int32,
-        begin: Int32,
-        start: Int32,
-        end: Int32,
-        channel: Int32,
-    ):
+    def tile(self, a: Arguments, sequence: Int32, begin: Int32, start: Int32, end: Int32, channel: Int32):
         """Outputs of tokens start .. min(start + tokens, end); in a sequence's first tile its windows too."""
         vec, width, align = self.vec, self.width, self.math.align
         full = start + self.tokens <= end
         raw = self.math.registers(self.tokens)
         if full:
             for t in cutlass.range_constexpr(self.tokens):
-                copy_into(token_ptr(mX, start, t, channel, align), raw[t], vec)
+                copy_into(token_ptr(a.mX, start, t, channel, align), raw[t], vec)
         else:
             for t in cutlass.range_constexpr(self.tokens - 1):
                 if start + t < end:
-                    copy_into(token_ptr(mX, start, t, channel, align), raw[t], vec)
+                    copy_into(token_ptr(a.mX, start, t, channel, align), raw[t], vec)
         history = [zero_vector(BFloat16, vec) for _ in range(width - 1)]
         if start == begin:
-            read = Int32(mReadIds[sequence])
-            if slot_is_valid(read, cute.size(mState, mode=[0])):
+            read = Int32(a.mReadIds[sequence])
+            if slot_is_valid(read, cute.size(a.mState, mode=[0])):
                 for j in cutlass.range_constexpr(width - 1):
-                    token = Int32(mPositions[sequence]) + (j - (width - 1))
-                    copy_into(window_ptr(mState, read, token, channel, width, vec), history[j], vec)
+                    token = Int32(a.mPositions[sequence]) + (j - (width - 1))
+                    copy_into(window_ptr(a.mState, read, token, channel, width, vec), history[j], vec)
         else:
             for j in cutlass.range_constexpr(width - 1):
-                copy_into(row_ptr(mX, start + (j - (width - 1)), channel, align), history[j], vec)
+                copy_into(row_ptr(a.mX, start + (j - (width - 1)), channel, align), history[j], vec)
         if start == begin:
-            position = Int32(mPositions[sequence])
-            self.keep_window(mX, mState, Int32(mWriteIds[sequence]), position, begin, end - begin, channel, history)
-            if (flags & CHECKPOINTS) != 0:
-                self.keep_near_checkpoints(
-                    mX, mState, mEntries, mEnds, mSlots, sequence, position, begin, end, channel, history
-                )
-        parameters = self.math.parameters(mWeight, mBias, channel, flags & BIAS, flags & SILU)
+            position = Int32(a.mPositions[sequence])
+            self.keep_window(
+                a.mX, a.mState, Int32(a.mWriteIds[sequence]), position, begin, end - begin, channel, history
+            )
+            if (a.flags & CHECKPOINTS) != 0:
+                self.keep_near_checkpoints(a, sequence, position, begin, end, channel, history)
+        parameters = self.math.parameters(a.mWeight, a.mBias, channel, a.flags & BIAS, a.flags & SILU)
         inputs = history + raw
         if full:
             rows = [widen(rH, vec) for rH in history]
             for t in cutlass.range_constexpr(self.tokens):
                 rows.append(widen(raw[t], vec))
                 rY = self.math.output(rows[t : t + width], parameters)
-                store_vector(rY, token_ptr(mOut, start, t, channel, align), vec)
+                store_vector(rY, token_ptr(a.mOut, start, t, channel, align), vec)
         else:
             for t in cutlass.range_constexpr(self.tokens - 1):
                 if start + t < end:
                     rows = [widen(inputs[t + j], vec) for j in range(width)]
                     rY = self.math.output(rows, parameters)
-                    store_vector(rY, token_ptr(mOut, start, t, channel, align), vec)
+                    store_vector(rY, token_ptr(a.mOut, start, t, channel, align), vec)
 
     @cute.jit
     def keep_near_checkpoints(
-        self,
-        mX: cute.Tensor,
-        mState: cute.Tensor,
-        mEntries: cute.Tensor,
-        mEnds: cute.Tensor,
-        mSlots: cute.Tensor,
-        sequence: Int32,
-        position: Int32,
-        begin: Int32,
-        end: Int32,
-        channel: Int32,
-        history,
+        self, a: Arguments, sequence: Int32, position: Int32, begin: Int32, end: Int32, channel: Int32, history
     ):
         """The checkpoints that still need tokens from before the call; ends ascend, so the first far one stops the loop."""
-        entry, last = Int32(mEntries[sequence]), Int32(mEntries[sequence + 1])
+        entry, last = Int32(a.mEntries[sequence]), Int32(a.mEntries[sequence + 1])
         count = Int32(self.width)
         if entry < last:
-            count = Int32(mEnds[entry])
+            count = Int32(a.mEnds[entry])
         while count < self.width - 1:
             if (count >= 1) & (count <= end - begin):
-                self.keep_window(mX, mState, Int32(mSlots[entry]), position, begin, count, channel, history)
+                self.keep_window(a.mX, a.mState, Int32(a.mSlots[entry]), position, begin, count, channel, history)
             entry += 1
             count = Int32(self.width)
             if entry < last:
-                count = Int32(mEnds[entry])
+                count = Int32(a.mEnds[entry])
 
     @cute.jit
     def keep_window(

@@ -12,6 +12,8 @@ With no read slot the history is zero. A count outside 0 … Tmax makes a row vo
 nothing else. The block row behind the last sequence clears the output behind cu[N].
 """
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Int32, Int64
@@ -48,16 +50,17 @@ class LogRow:
         self.accepted, self.logged, self.row, self.half = accepted, logged, row, half
 
 
-def resolve_row(mReadIds, mWriteIds, mAccepted, mHalf, mRows, mapped, row, num_slots, max_tokens):
+def resolve_row(a, row):
     """Ids, log row, half and accepted count of a batch row; see `reference/ids.py` for the same rule."""
-    accepted = Int32(mAccepted[row])
+    num_slots, max_tokens = cute.size(a.mState, mode=[0]), cute.size(a.mLog, mode=[2])
+    accepted = Int32(a.mAccepted[row])
     sound = (accepted >= 0) & (accepted <= max_tokens)
-    read, write = Int32(mReadIds[row]), Int32(mWriteIds[row])
+    read, write = Int32(a.mReadIds[row]), Int32(a.mWriteIds[row])
     reads, writes = sound & slot_is_valid(read, num_slots), sound & slot_is_valid(write, num_slots)
-    batch = cute.size(mHalf, mode=[0])
-    log_row = row + (Int32(mRows[row]) - row) * mapped.to(Int32)
+    batch, mapped = cute.size(a.mHalf, mode=[0]), (a.flags & MAPPED) != 0
+    log_row = row + (Int32(a.mRows[row]) - row) * mapped.to(Int32)
     logged = (reads | writes) & slot_is_valid(log_row, batch)
-    half = Int32(mHalf[cutlass.min(cutlass.max(log_row, Int32(0)), batch - 1)]) & 1
+    half = Int32(a.mHalf[cutlass.min(cutlass.max(log_row, Int32(0)), batch - 1)]) & 1
     kept = accepted * logged.to(Int32)
     return LogRow(read, write, reads, writes, kept, logged, log_row, half)
 
@@ -113,6 +116,25 @@ class _Conv:
                 store_vector(history[j], target, VEC)
 
 
+class VerifyArguments(NamedTuple):
+    """What the compiled function takes, then the stream."""
+
+    mX: cute.Tensor  # (T, C), row stride any multiple of 16 bytes
+    mWeight: cute.Tensor  # (C, W)
+    mBias: cute.Tensor  # (1, C); any matrix without BIAS
+    mState: cute.Tensor  # (S, W, C), slot stride any multiple of 16 bytes
+    mReadIds: cute.Tensor  # (N,) int32
+    mWriteIds: cute.Tensor  # (N,) int32
+    mPositions: cute.Tensor  # (N,) int32, committed tokens in the read slot
+    mCuSeqlens: cute.Tensor  # (N + 1,) int32
+    mLog: cute.Tensor  # (B, 2, Tmax, C) raw inputs
+    mHalf: cute.Tensor  # (B,) int32, half to read
+    mRows: cute.Tensor  # (N,) int32, log row of each batch row; any ids without MAPPED: row n has log row n
+    mAccepted: cute.Tensor  # (N,) int32
+    mOut: cute.Tensor  # (T, C)
+    flags: Int32  # SETTLED | BIAS | SILU | MAPPED | PLAIN
+
+
 class ConvVerify(_Conv):
     def __init__(self, key: ConvVerifyKey):
         self.key = key
@@ -120,84 +142,46 @@ class ConvVerify(_Conv):
         self.math = ConvMath(key, VEC)
 
     @cute.jit
-    def __call__(
-        self,
-        mX: cute.Tensor,  # (T, C), row stride any multiple of 16 bytes
-        mWeight: cute.Tensor,  # (C, W)
-        mBias: cute.Tensor,  # (1, C); any matrix without BIAS
-        mState: cute.Tensor,  # (S, W, C), slot stride any multiple of 16 bytes
-        mReadIds: cute.Tensor,  # (N,) int32
-        mWriteIds: cute.Tensor,  # (N,) int32
-        mPositions: cute.Tensor,  # (N,) int32, committed tokens in the read slot
-        mCuSeqlens: cute.Tensor,  # (N + 1,) int32
-        mLog: cute.Tensor,  # (B, 2, Tmax, C) raw inputs
-        mHalf: cute.Tensor,  # (B,) int32, half to read
-        mRows: cute.Tensor,  # (N,) int32, log row of each batch row; any ids without MAPPED: row n has log row n
-        mAccepted: cute.Tensor,  # (N,) int32
-        mOut: cute.Tensor,  # (T, C)
-        flags: Int32,  # SETTLED | BIAS | SILU | MAPPED | PLAIN
-        stream,
-    ):
-        rows, channels = cute.size(mReadIds, mode=[0]) + 1, cute.size(mX, mode=[1])
+    def __call__(self, *arguments):
+        a, stream = VerifyArguments(*arguments[:-1]), arguments[-1]
+        rows, channels = cute.size(a.mReadIds, mode=[0]) + 1, cute.size(a.mX, mode=[1])
         grid = [(channels + BLOCK - 1) // BLOCK, cutlass.min(rows, Int32(GRID_Y)), (rows + GRID_Y - 1) // GRID_Y]
         self.kernel.set_name_prefix(self.key.symbol(), remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(
-            mX, mWeight, mBias, mState, mReadIds, mWriteIds, mPositions, mCuSeqlens, mLog, mHalf, mRows, mAccepted, mOut, flags,
-        ).launch(grid=grid, block=[THREADS, 1, 1], stream=stream, use_pdl=(flags & PLAIN) == 0)  # fmt: skip
+        self.kernel(a).launch(grid=grid, block=[THREADS, 1, 1], stream=stream, use_pdl=(a.flags & PLAIN) == 0)  # fmt: skip
 
     @cute.kernel
-    def kernel(
-        self,
-        mX: cute.Tensor,
-        mWeight: cute.Tensor,
-        mBias: cute.Tensor,
-        mState: cute.Tensor,
-        mReadIds: cute.Tensor,
-        mWriteIds: cute.Tensor,
-        mPositions: cute.Tensor,
-        mCuSeqlens: cute.Tensor,
-        mLog: cute.Tensor,
-        mHalf: cute.Tensor,
-        mRows: cute.Tensor,
-        mAccepted: cute.Tensor,
-        mOut: cute.Tensor,
-        flags: Int32,
-    ):
+    def kernel(self, a: VerifyArguments):
         tidx, _, _ = cute.arch.thread_idx()
         bidx, bidy, bidz = cute.arch.block_idx()
-        n, total, channels = cute.size(mReadIds, mode=[0]), cute.size(mX, mode=[0]), cute.size(mX, mode=[1])
+        n, total, channels = cute.size(a.mReadIds, mode=[0]), cute.size(a.mX, mode=[0]), cute.size(a.mX, mode=[1])
         index, own_channel = bidz * GRID_Y + bidy, (bidx * THREADS + tidx) * VEC
         # Threads without work load what the last row's or last channels' thread loads: only stores need a branch.
         row, channel = cutlass.min(index, n - 1), cutlass.min(own_channel, channels - VEC)
-        if (flags & SETTLED) == 0:
+        if (a.flags & SETTLED) == 0:
             cute.arch.griddepcontrol_wait()
-        max_tokens = cute.size(mLog, mode=[2])
-        mapped = (flags & MAPPED) != 0
-        log = resolve_row(
-            mReadIds, mWriteIds, mAccepted, mHalf, mRows, mapped, row, cute.size(mState, mode=[0]), max_tokens
-        )
-        position = Int32(mPositions[row])
-        parameters = self.math.parameters(mWeight, mBias, channel, flags & BIAS, flags & SILU)
+        log = resolve_row(a, row)
+        position = Int32(a.mPositions[row])
+        parameters = self.math.parameters(a.mWeight, a.mBias, channel, a.flags & BIAS, a.flags & SILU)
         history = self.committed_window(
-            mState, mLog, log.read, log.reads, log.accepted, log.row, log.half, position, channel
+            a.mState, a.mLog, log.read, log.reads, log.accepted, log.row, log.half, position, channel
         )
-        first, last = Int32(mCuSeqlens[row]), Int32(mCuSeqlens[row + 1])
-        if (flags & SETTLED) != 0:
+        first, last = Int32(a.mCuSeqlens[row]), Int32(a.mCuSeqlens[row + 1])
+        if (a.flags & SETTLED) != 0:
             cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         live, writes, logged = log.reads | log.writes, log.writes, log.logged
         if own_channel < channels:
             if index < n:
                 if writes:
-                    self.store_window(mState, history, log.read, log.write, log.accepted, position, channel)
+                    self.store_window(a.mState, history, log.read, log.write, log.accepted, position, channel)
                 if live:
                     self.run_tokens(
-                        mX, mLog, mOut, parameters, history, first, last, logged, log.row, log.half ^ 1, channel
+                        a.mX, a.mLog, a.mOut, parameters, history, first, last, logged, log.row, log.half ^ 1, channel
                     )
                 else:
-                    self.clear(mOut, first, last, channel)
+                    self.clear(a.mOut, first, last, channel)
             elif index == n:
-                self.clear(mOut, Int32(mCuSeqlens[n]), total, channel)
+                self.clear(a.mOut, Int32(a.mCuSeqlens[n]), total, channel)
 
     @cute.jit
     def run_tokens(
@@ -240,66 +224,46 @@ class ConvVerify(_Conv):
             store_vector(zero_vector(BFloat16, VEC), row_ptr(mOut, t, channel, self.math.align), VEC)
 
 
+class CommitArguments(NamedTuple):
+    """What the compiled function takes, then the stream."""
+
+    mState: cute.Tensor  # (S, W, C)
+    mReadIds: cute.Tensor  # (N,) int32
+    mWriteIds: cute.Tensor  # (N,) int32
+    mPositions: cute.Tensor  # (N,) int32
+    mLog: cute.Tensor  # (B, 2, Tmax, C)
+    mHalf: cute.Tensor  # (B,) int32
+    mRows: cute.Tensor  # (N,) int32
+    mAccepted: cute.Tensor  # (N,) int32
+    flags: Int32  # MAPPED
+
+
 class ConvCommit(_Conv):
     def __init__(self, key: ConvCommitKey):
         self.key = key
         self.width = key.width
 
     @cute.jit
-    def __call__(
-        self,
-        mState: cute.Tensor,  # (S, W, C)
-        mReadIds: cute.Tensor,  # (N,) int32
-        mWriteIds: cute.Tensor,  # (N,) int32
-        mPositions: cute.Tensor,  # (N,) int32
-        mLog: cute.Tensor,  # (B, 2, Tmax, C)
-        mHalf: cute.Tensor,  # (B,) int32
-        mRows: cute.Tensor,  # (N,) int32
-        mAccepted: cute.Tensor,  # (N,) int32
-        flags: Int32,  # MAPPED
-        stream,
-    ):
-        rows, channels = cute.size(mReadIds, mode=[0]), cute.size(mState, mode=[2])
+    def __call__(self, *arguments):
+        a, stream = CommitArguments(*arguments[:-1]), arguments[-1]
+        rows, channels = cute.size(a.mReadIds, mode=[0]), cute.size(a.mState, mode=[2])
         grid = [(channels + BLOCK - 1) // BLOCK, cutlass.min(rows, Int32(GRID_Y)), (rows + GRID_Y - 1) // GRID_Y]
         self.kernel.set_name_prefix(self.key.symbol(), remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(mState, mReadIds, mWriteIds, mPositions, mLog, mHalf, mRows, mAccepted, flags).launch(
-            grid=grid, block=[THREADS, 1, 1], stream=stream
-        )
+        self.kernel(a).launch(grid=grid, block=[THREADS, 1, 1], stream=stream)
 
     @cute.kernel
-    def kernel(
-        self,
-        mState: cute.Tensor,
-        mReadIds: cute.Tensor,
-        mWriteIds: cute.Tensor,
-        mPositions: cute.Tensor,
-        mLog: cute.Tensor,
-        mHalf: cute.Tensor,
-        mRows: cute.Tensor,
-        mAccepted: cute.Tensor,
-        flags: Int32,
-    ):
+    def kernel(self, a: CommitArguments):
         tidx, _, _ = cute.arch.thread_idx()
         bidx, bidy, bidz = cute.arch.block_idx()
         row, channel = bidz * GRID_Y + bidy, (bidx * THREADS + tidx) * VEC
-        if (row < cute.size(mReadIds, mode=[0])) & (channel < cute.size(mState, mode=[2])):
-            log = resolve_row(
-                mReadIds,
-                mWriteIds,
-                mAccepted,
-                mHalf,
-                mRows,
-                (flags & MAPPED) != 0,
-                row,
-                cute.size(mState, mode=[0]),
-                cute.size(mLog, mode=[2]),
-            )
+        if (row < cute.size(a.mReadIds, mode=[0])) & (channel < cute.size(a.mState, mode=[2])):
+            log = resolve_row(a, row)
             if log.writes:
-                position = Int32(mPositions[row])
+                position = Int32(a.mPositions[row])
                 history = self.committed_window(
-                    mState, mLog, log.read, log.reads, log.accepted, log.row, log.half, position, channel
+                    a.mState, a.mLog, log.read, log.reads, log.accepted, log.row, log.half, position, channel
                 )
-                self.store_window(mState, history, log.read, log.write, log.accepted, position, channel)
+                self.store_window(a.mState, history, log.read, log.write, log.accepted, position, channel)
 
 
 def build(key: ConvVerifyKey | ConvCommitKey):
