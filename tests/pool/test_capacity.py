@@ -181,7 +181,36 @@ def test_text_has_the_figures() -> None:
     for figure in (plan.num_slots, plan.max_publishes_per_step, plan.copying_checkpoint_slots, "lmdeploy 0.18.0"):
         assert str(figure) in text
     assert "some are skipped" in plan_capacity("kimi-k3", max_batch=2, checkpoint_slots=3).explain()
-    assert "no checkpoint fits" in main_text("kimi-k3", max_batch=2, checkpoint_slots=0)
+    none = plan_capacity("kimi-k3", max_batch=2, checkpoint_slots=0)
+    assert "no checkpoint fits" in none.explain()
+    assert "some are skipped" not in none.explain()
+    assert none.max_publishes_per_step == 0
+    for figure in ("136 = 4.73 GiB", "total                 5.42 GiB", "64 + 2 + 64 rows, 6 states wide (207.59 MiB) = 26.35 GiB",
+                   "saved: 20.93 GiB (79.4 %)"):  # fmt: skip
+        assert figure in text, "docs/pool.md has this plan"
+    assert "reserved" not in text
+    assert (
+        "reserved              1 slots"
+        in plan_capacity("kimi-k3", max_batch=2, checkpoint_slots=3, reserved=1).explain()
+    )
+    assert "one state wide" in none.explain()
+
+
+@pytest.mark.parametrize("drafts", [0, 5])
+def test_a_budget_in_bytes_is_that_of_whole_slots(drafts: int) -> None:
+    size = plan_capacity("kimi-k3", max_batch=4, checkpoint_slots=1).slot_bytes
+    for count in (0, 1, 10):
+        for more in (0, size - 1):
+            plan = plan_capacity("kimi-k3", max_batch=4, drafts=drafts, checkpoint_bytes=count * size + more)
+            assert plan.checkpoint_slots == count
+    for least, more in (
+        (16, ""),
+        (15, "a forward of 8192 tokens wants up to 16 checkpoints, 15 fit: some are skipped"),
+    ):
+        notes = plan_capacity("kimi-k3", max_batch=64, checkpoint_slots=least).notes
+        assert notes == ((more,) if more else ())
+    with pytest.raises(ConfigError, match="checkpoint_bytes"):
+        plan_capacity("kimi-k3", max_batch=4, checkpoint_bytes=-1)
 
 
 @pytest.mark.parametrize(
