@@ -22,6 +22,7 @@ from compact_state.pool import (
     StepRow,
     StuckLeaseError,
 )
+from compact_state.pool.id_table import FIELDS
 
 LAYOUT = StateLayout.of(
     [
@@ -148,6 +149,20 @@ def test_id_table_addresses_never_move_and_tails_name_nothing() -> None:
     assert table.write_ids.tolist() == [9, -1, -1, -1]
     assert table.positions.tolist() == [4, 0, 0, 0]
     assert {name: table.view(name, 4).data_ptr() for name in pointers} == pointers
+
+
+def test_a_new_table_names_no_slot_and_takes_two_steps() -> None:
+    """Before the first step a captured graph may run over all rows."""
+    table = StateIdTable(3)
+    assert [table.view(name, 3).tolist() for name in FIELDS] == [[-1] * 3, [-1] * 3, [0] * 3, [0] * 3, [0] * 3]
+    assert (table.rows, table.depth) == (0, 2)
+    for step in (1, 2):
+        table.stage(step, [step], [step], [0])
+    for sources in ([], [0, 0], [1], [-2]):
+        with pytest.raises(ConfigError, match="sources"):
+            table.stage(3, [3], [3], sources=sources)
+    with pytest.raises(CapacityError):
+        table.stage(3, [3], [3], [0])
 
 
 def test_a_cleared_row_names_no_slot_and_holds_nothing() -> None:
