@@ -46,6 +46,14 @@ def test_digest_is_equal_iff_the_layers_are(a: LayerSpec, b: LayerSpec) -> None:
     assert StateLayout.of([a, b]).digest != StateLayout.of([b, a]).digest or a == b
 
 
+def test_the_digest_of_a_layout_is_that_of_every_release() -> None:
+    """States in a store are found by it: who changes bytes of a slot, or what the digest is made of, changes this on purpose."""
+    layers = [LayerSpec(24, 3, 8, 4, 4), LayerSpec(17, 1, 5, 3, 2, "float32", "bfloat16", "kda")]
+    assert StateLayout.of(layers).digest == "d60bcc5d5ddd337e5378addda9337a36"
+    assert LayerSpec(24, 3) == LayerSpec(24, 3, 128, 128, 4, "bfloat16", "float32", "gdn")
+    assert StateLayout.of([LayerSpec(24, 3)]).slot_bytes == 256 + 3 * 128 * 128 * 4
+
+
 def test_known_sizes_of_a_real_model() -> None:
     """GLM-5.3-Flash at TP4: 34 layers, 16 heads, 4 conv columns."""
     layout = StateLayout.uniform(34, channels=6144, value_heads=16, kind="kda")

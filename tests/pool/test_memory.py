@@ -23,6 +23,7 @@ from compact_state.pool import (
     StuckLeaseError,
 )
 from compact_state.pool.id_table import FIELDS
+from compact_state.pool.pool import device_of
 
 LAYOUT = StateLayout.of(
     [
@@ -312,3 +313,16 @@ def test_publish_and_restore_move_no_byte() -> None:
         life.finish(request)
     assert life.index.hit_tokens > 0
     assert pool.copied_bytes == 0
+
+
+def test_devices_are_those_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for right in ("cpu", "cuda", "cuda:0", "cuda:1", torch.device("cuda:1")):
+        assert device_of(right) == torch.device(right)
+    for wrong in ("cuda:2", "cuda:7", "meta", "nonsense", 3.5):
+        with pytest.raises(ConfigError, match="device"):
+            device_of(wrong)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ConfigError, match="device"):
+        device_of("cuda")
