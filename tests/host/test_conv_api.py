@@ -21,7 +21,7 @@ from compact_state.cute_kernels.compile.manifest import manifest
 from compact_state.cute_kernels.configs import conv1d as configs
 from compact_state.cute_kernels.draft_log import DraftLog
 from compact_state.cute_kernels.errors import InvalidArgumentError, UnsupportedConfigError
-from compact_state.cute_kernels.reference.datasets import cu_seqlens, ids
+from compact_state.cute_kernels.reference.datasets import cu_seqlens, ids, make_pool
 
 N, C, W, S = 3, 16, 4, 5
 BF16 = torch.bfloat16
@@ -119,6 +119,33 @@ def test_what_only_references_serve_is_named(operator, change, match, on_kernels
     refuse_by_itself(request, operator)
     refused(operator, {**arguments(operator), **change}, UnsupportedConfigError, match)
     assert not on_kernels
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "match"),
+    [
+        ((S, W, C), torch.float32, r"causal_conv1d_commit: conv_state is torch.float32; allowed with kernels"),
+        ((S, 5, C), BF16, r"causal_conv1d_commit: width 5, 16 channels; allowed with kernels: width 2, 3 or 4"),
+        ((S, W, 12), BF16, r"causal_conv1d_commit: width 4, 12 channels; allowed with kernels"),
+    ],
+)
+def test_commits_that_only_references_serve_are_named(shape, dtype, match, on_kernels, request):
+    refuse_by_itself(request, "commit")
+    given = arguments("commit", dtype)
+    log = DraftLog.allocate("gdn", N, 1, 1, shape[2], dtype=dtype)
+    pool = make_pool(shape[0], shape[1:], dtype, fill=0.0)
+    refused("commit", {**given, "conv_state": pool, "draft_log": log}, UnsupportedConfigError, match)
+    assert not on_kernels
+
+
+def test_drafts_of_no_sequence_are_zero(on_kernels, request):
+    """A packed call of no rows is nothing to launch; its outputs are defined all the same."""
+    refuse_by_itself(request, "verify")
+    given = arguments("verify")
+    none = {name: ids() for name in ("read_ids", "write_ids", "positions", "num_accepted")}
+    out = torch.full((N, C), float("nan"), dtype=BF16)
+    assert causal_conv1d_verify(**given | none | {"cu_seqlens": cu_seqlens([]), "out": out}) is out
+    assert not out.any()
 
 
 def test_prefill_into_its_input_is_refused_by_kernels(on_kernels):
