@@ -21,10 +21,12 @@ def join_projections(layer: Any) -> None:
     """Make the weights of the input projections neighbours in one tensor, with which a decode step is projected at once.
 
     They stay the parameters that lmdeploy fills and updates in place. Projections that are not plain ones, such as quantised
-    ones, are left as they are.
+    ones, are left as they are, and so are those whose joined row no kernel reads, because rows would not begin at a multiple
+    of 16 bytes (two heads a rank).
     """
     projections = [getattr(layer, name) for name in PROJECTIONS]
-    layer.compact_joined = all("compact_plain" in vars(type(p)) and p.bias is None for p in projections)
+    plain = all("compact_plain" in vars(type(p)) and p.bias is None for p in projections)
+    layer.compact_joined = plain and sum(len(p.weight) for p in projections) % 8 == 0
     if layer.compact_joined and _joined_weight(layer) is None:
         weights = [projection.weight for projection in projections]
         joined = torch.cat([weight.data for weight in weights])

@@ -143,3 +143,15 @@ def test_projections_that_are_not_plain_ones_are_left_alone(flow: Flow) -> None:
     compact_layer.join_projections(layer)
     assert compact_layer._joined_weight(layer) is None
     assert [parameter.data_ptr() for parameter in parameters(layer)] == addresses
+
+
+def test_a_joined_row_that_kernels_could_not_read_is_not_made(flow: Flow) -> None:
+    layer = copy.deepcopy(linear_layers(flow)[0])
+    for parameter in parameters(layer):
+        parameter.data = parameter.data.clone()
+    addresses = [parameter.data_ptr() for parameter in parameters(layer)]
+    # b and a of two heads, as of a model of 16 on eight GPUs: rows of 8 bytes more than a multiple of 16.
+    layer.in_proj_ba.weight = torch.nn.Parameter(layer.in_proj_ba.weight.data[:4], requires_grad=False)
+    compact_layer.join_projections(layer)
+    assert compact_layer._joined_weight(layer) is None
+    assert [parameter.data_ptr() for parameter in parameters(layer)] == addresses
