@@ -10,7 +10,9 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from ...cute_kernels.configs.conv1d import WIDTHS
 from ...cute_kernels.configs.verify import MAX_TOKENS
+from ...cute_kernels.validation import HEAD_DIM
 from .. import envs
 
 MODEL_TYPES = ("qwen3_5", "qwen3_5_moe")
@@ -64,14 +66,10 @@ def _blocks(config: Any) -> None:
 
 
 def _transfer(config: Any) -> None:
-    transfer = config.kv_transfer_config
-    if isinstance(transfer, dict):
-        connector, extra = transfer.get("kv_connector"), transfer.get("kv_connector_extra_config") or {}
-    else:
-        connector = getattr(transfer, "kv_connector", None)
-        extra = getattr(transfer, "kv_connector_extra_config", None) or {}
-    if connector is None:
+    transfer = config.kv_transfer_config  # lmdeploy has made an object of a dictionary
+    if transfer is None or transfer.kv_connector is None:
         return
+    connector, extra = transfer.kv_connector, transfer.kv_connector_extra_config or {}
     if connector != STORE_CONNECTOR:
         _refuse("kv_connector", connector, f"use {STORE_CONNECTOR} or none")
     if config.num_cpu_blocks > 0:
@@ -120,6 +118,10 @@ def _dllm(config: Any) -> None:
         )
 
 
+def _dtype(config: Any) -> None:
+    check_dtype(config.dtype)
+
+
 def _device(config: Any) -> None:
     if config.device_type != "cuda":
         _refuse("device_type", config.device_type, "use an NVIDIA GPU, device_type='cuda'")
@@ -143,6 +145,7 @@ ENGINE_CHECKS: Sequence[Callable[[Any], None]] = (
     _memdecode,
     _executor,
     _device,
+    _dtype,
     _blocks,
     _transfer,
     _adapters,
@@ -161,6 +164,13 @@ def check_engine(config: Any) -> None:
         check(config)
     envs.backend()
     envs.fused_decode()
+
+
+def check_dtype(dtype: object) -> None:
+    """Refuse activations that are not bf16, by lmdeploy's word or torch's dtype: states and windows are kept of bf16 ones."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in ("auto", "bfloat16"):
+        _refuse("dtype", name, "set dtype='bfloat16' (fp32 recurrent states: LMDEPLOY_FP32_MAMBA_SSM_DTYPE=1)")
 
 
 def check_backend(backend: str | None, setting: str = "distributed_executor_backend") -> None:
@@ -200,10 +210,18 @@ def check_flash_attention(method: str | None) -> None:
 
 
 def check_model(model_config: Any) -> None:
-    """Refuse a model other than Qwen3.5 (dense or MoE). Raises UnsupportedSettingError."""
+    """Refuse models other than Qwen3.5 (dense or MoE) in bf16, of sizes with kernels. Raises UnsupportedSettingError."""
     model_type = getattr(model_config.hf_config, "model_type", None)
     if model_type not in MODEL_TYPES or not getattr(model_config, "is_gated_delta", False):
         _refuse("model_type", model_type, f"serve one of {', '.join(MODEL_TYPES)}")
+    check_dtype(model_config.dtype)
+    if envs.backend() == "reference":
+        return
+    sizes = {"linear_key_head_dim": (HEAD_DIM,), "linear_value_head_dim": (HEAD_DIM,), "linear_conv_kernel_dim": WIDTHS}
+    for name, served in sizes.items():
+        value = getattr(model_config.hf_config.text_config, name)
+        if value not in served:
+            _refuse(name, value, f"the kernels are built for {served}; {envs.BACKEND}=reference runs others, slowly")
 
 
 def check_gpu(capability: tuple[int, int] | None) -> None:

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.lmdeploy
 pytest.importorskip("lmdeploy", reason="lmdeploy is not installed")
 
 import lmd_flow  # noqa: E402  turns the adapter on in this process
+import torch  # noqa: E402
 from lmdeploy import PytorchEngineConfig  # noqa: E402
 from lmdeploy.messages import KVTransferConfig  # noqa: E402
 from lmdeploy.pytorch.disagg.config import EngineRole  # noqa: E402
@@ -53,6 +54,7 @@ REFUSED = [
     ({"ep": 2}, "ep=2", "ep=1"),
     ({"dllm_block_length": 4}, "dllm_block_length=4", "leave it out"),
     ({"device_type": "ascend"}, "device_type='ascend'", "NVIDIA GPU"),
+    ({"dtype": "float16"}, "dtype='float16'", "dtype='bfloat16'"),
     ({"block_size": 1024}, f"{envs.SAVE_ALIGNMENT}=512", "multiple of 1024"),
 ]
 
@@ -71,6 +73,7 @@ def test_what_is_served_passes() -> None:
     guards.check_engine(config(enable_prefix_caching=True, prefix_cache_state_budget=8, enable_mp_engine=True))
     guards.check_engine(config(tp=2, distributed_executor_backend="ray", piecewise_cudagraph_max_tokens=512))
     guards.check_engine(config(num_cpu_blocks=8))  # host paging of KV alone is lmdeploy's business
+    guards.check_engine(config(dtype="bfloat16"))
 
 
 @pytest.mark.parametrize(
@@ -90,8 +93,10 @@ def test_a_variable_is_refused_in_words(name: str, value: str, says: str, monkey
         guards.check_engine(config())
 
 
-def model(model_type: str, gated: bool = True) -> Any:
-    return SimpleNamespace(hf_config=SimpleNamespace(model_type=model_type), is_gated_delta=gated)
+def model(model_type: str, gated: bool = True, dtype: torch.dtype = torch.bfloat16, **sizes: int) -> Any:
+    text = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, **sizes}
+    hf_config = SimpleNamespace(model_type=model_type, text_config=SimpleNamespace(**text))
+    return SimpleNamespace(hf_config=hf_config, is_gated_delta=gated, dtype=dtype)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "deepseek_v4", "intern_s2_preview", "llama"])
@@ -103,6 +108,21 @@ def test_another_model_is_refused(model_type: str) -> None:
 def test_qwen35_dense_and_moe_are_served() -> None:
     guards.check_model(model("qwen3_5"))
     guards.check_model(model("qwen3_5_moe"))
+
+
+def test_a_model_whose_weights_are_fp16_is_refused() -> None:
+    with pytest.raises(guards.UnsupportedSettingError, match=r"dtype='float16'.*dtype='bfloat16'"):
+        guards.check_model(model("qwen3_5", dtype=torch.float16))
+
+
+@pytest.mark.parametrize("name", ["linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim"])
+def test_sizes_without_kernels_are_refused_unless_the_references_are_asked_for(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(guards.UnsupportedSettingError, match=f"{name}=64.*{envs.BACKEND}=reference"):
+        guards.check_model(model("qwen3_5", **{name: 64}))
+    monkeypatch.setenv(envs.BACKEND, "reference")
+    guards.check_model(model("qwen3_5", **{name: 64}))
 
 
 @pytest.mark.parametrize("method", ["eagle3", "dflash", "hy3_mtp", "deepseek_mtp"])
@@ -182,6 +202,10 @@ def test_the_resolved_executor_and_the_model_are_checked_before_workers_exist() 
             executor.build_executor(**arguments)
         with pytest.raises(guards.UnsupportedSettingError, match="'mp'"):
             executor.build_executor(**arguments, distributed_executor_backend="mp")
+    memdecode = SimpleNamespace(**{**vars(arguments["misc_config"]), "memdecode_config": mock.Mock()})
+    memdecode.memdecode_config.memory_model_path = "/memory"
+    with workers, pytest.raises(guards.UnsupportedSettingError, match="memdecode_config='/memory'"):
+        executor.build_executor(**{**arguments, "misc_config": memdecode})
     fitting = model("qwen3_5")
     fitting.mla_index_topk = None
     with (
