@@ -166,6 +166,23 @@ def test_without_its_graph_or_with_rows_padded_for_others_a_step_goes_lmdeploys_
     assert replay.replay(runner, inputs) is None
 
 
+@pytest.mark.parametrize(("window", "cache_inputs"), [(-1, None), (128, None), (-1, object())])
+def test_sliding_windows_and_copies_of_blocks_go_lmdeploys_way(window: int, cache_inputs: Any) -> None:
+    from lmdeploy.pytorch.engine.model_agent import agent
+
+    model = SimpleNamespace(compact_replay=mock.Mock(return_value={"outputs": 1}))
+    caches = SimpleNamespace(cache_config=SimpleNamespace(window_size=window))
+    arguments = {"model_config": None, "cache_engine": caches, "state_cache_engine": None, "cache_inputs": cache_inputs}
+    if window > 0 or cache_inputs is not None:
+        with pytest.raises(
+            AttributeError
+        ):  # lmdeploy's own function, which a stand-in for a model does not get through
+            agent.model_forward(model, step_inputs(3, 1), **arguments)
+        model.compact_replay.assert_not_called()
+    else:
+        assert agent.model_forward(model, step_inputs(3, 1), **arguments) == {"outputs": 1}
+
+
 def test_outputs_leave_for_the_host_before_the_event_that_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     from lmdeploy.pytorch.engine.model_agent.agent import BaseModelAgent, BatchedOutputs
 

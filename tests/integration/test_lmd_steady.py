@@ -73,6 +73,7 @@ SAMPLING = (
     {"top_k": 5},
     {"repetition_penalty": 1.2},
     {"logits_processors": [lambda ids, scores: scores]},
+    {"response_format": {"type": "json_object"}},
 )
 MOVES = st.lists(
     st.one_of(
@@ -138,11 +139,26 @@ def test_sampling_inputs_serve_again_only_where_new_ones_say_the_same(kind: int)
         steps = both([("add", 70, 9, kind), ("add", 20, 9, kind), ("step", 30)])
     assert steps > 5
     # Greedy without penalties: from the first step on, or once an end is allowed. The others are asked again in every step.
-    never = {"top_k", "repetition_penalty", "logits_processors"}
+    never = {"top_k", "repetition_penalty", "logits_processors", "response_format"}
     assert (asked.call_count > steps) == bool(never & set(SAMPLING[kind]))
     assert (asked.call_count == 1) == (
         set(SAMPLING[kind]) <= {"ignore_eos", "min_new_tokens", "bad_words", "temperature"}
     )
+
+
+def test_a_session_that_ends_is_named_once_and_once_only() -> None:
+    """What logits processors keep of it goes with the next step, also where nothing else of that step is new."""
+    flow = Flow(device=Recorder)
+    strategy = flow.maker.sampling_strategy
+    flow.add(list(range(3, 40)), 20)
+    for step in range(16):
+        if step in (1, 8):  # as the first inputs that could serve again are made, and while some do
+            strategy.on_session_end(40 + step)
+        flow.step()
+    at = LISTED.index("session_to_cleanup")
+    named = [note[at] for note in flow.device.notes if len(note) == len(LISTED)]
+    assert sorted(session for note in named for session in note) == [41, 48]
+    assert flow.device.same > 8
 
 
 @pytest.mark.parametrize(("spec", "window"), [(True, -1), (False, 128)])
