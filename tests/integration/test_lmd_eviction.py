@@ -13,6 +13,7 @@ from lmd_flow import Flow  # noqa: E402  after the skip: it imports lmdeploy
 from lmd_prompts import prompt  # noqa: E402
 
 from compact_state.integration.lmdeploy.checkpoints import boundaries  # noqa: E402
+from compact_state.integration.lmdeploy.eviction import TURNOVERS, Eviction  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +49,15 @@ def test_the_ones_that_were_hit_are_bounded_and_the_oldest_go_first() -> None:
         serve(flow, prompt(1000, seed))
     found = [serve(flow, prompt(128, seed) + prompt(20, 300 + seed)) for seed in range(8)]
     assert found == [0, 0, 0, 0, 128, 128, 128, 128]
+
+
+def test_a_boundary_stays_with_the_power_of_two_in_its_number_up_to_sixteen() -> None:
+    ledger = Flow(max_batches=2, budget=8, blocks=64).ledger
+    turnovers = Eviction(ledger, 128, 4)._turnovers
+    assert [turnovers(128 * number) // TURNOVERS for number in (1, 2, 3, 4, 12, 16, 32, 96, 1024)] == [
+        1, 2, 1, 4, 4, 16, 16, 16, 16
+    ]  # fmt: skip
+    assert turnovers(200) == Eviction(ledger, 0, 4)._turnovers(512) == TURNOVERS
 
 
 def test_thinned_boundaries_of_all_prompts_lie_on_one_grid() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -84,6 +85,22 @@ def test_the_frozen_block_of_a_partial_end_goes_with_its_checkpoint() -> None:
     flow.scheduler.state_checkpoints.release_checkpoint(node)
     assert free_blocks(flow) == before + 1
     assert 330 not in flow.checkpoints
+
+
+def test_without_a_block_for_the_frozen_part_the_end_is_not_kept_and_nothing_else_is_missed() -> None:
+    flow = Flow()
+    lifecycle = flow.scheduler.state_checkpoints
+    full = mock.Mock(wraps=lifecycle._allocator)
+    full.allocate.side_effect = MemoryError
+    with mock.patch.object(lifecycle, "_allocator", full):
+        seq = flow.serve(prompt(330), 3)
+    full.allocate.assert_called_once_with(1, "gpu")
+    assert flow.checkpoints
+    assert 330 not in flow.checkpoints
+    flow.end(seq)
+    again = flow.serve(prompt(330), 3)
+    assert again.cached_tokens == 256
+    assert 330 in flow.checkpoints
 
 
 def test_prompts_whose_hashes_collide_are_told_apart_by_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
