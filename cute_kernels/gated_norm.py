@@ -18,6 +18,7 @@ from .validation import (
     HEAD_DIM,
     REFUSALS,
     Backend,
+    check_alignment,
     check_choice,
     check_dense,
     check_kernel_dtype,
@@ -46,15 +47,16 @@ def gated_rms_norm(
     """`o / rms(o) * weight * act(z)` over the last dimension, in fp32, rounded once.
 
     Args:
-        o, z: `[R, V]`, contiguous, one head of one token a row.
+        o: `[T, H, V]` or `[R, V]`, contiguous.
+        z: of o's shape; its rows may be views of a wider packed row.
         weight: `[V]`, bf16 or fp32.
         gate_activation: of z, "silu" or "sigmoid".
         eps: added to the mean square.
-        out: `[R, V]`, allocated unless given; may be o or z.
+        out: of o's shape, contiguous, allocated unless given; may be o or z.
         backend: "auto" (kernels on sm_90, references elsewhere), "kernels" or "reference".
 
     Returns:
-        `[R, V]` in z's dtype.
+        As o, in z's dtype.
 
     Raises:
         InvalidArgumentError, UnsupportedConfigError, BackendUnavailableError: before any launch, nothing changed.
@@ -62,22 +64,25 @@ def gated_rms_norm(
     kernels, target = runs_kernels(backend, "o", o), out
     try:
         fits = gate_activation in ACTIVATIONS and 0 <= eps < math.inf and weight.shape == (HEAD_DIM,)
-        if not kernels or not fits or o.shape[0] == 0:
+        if not kernels or not fits or o.numel() == 0 or o.dim() > 3 or o.shape[-1] != HEAD_DIM or o.shape != z.shape:
             raise ValueError
         if out is None:
-            target = torch.empty_like(z)
+            target = torch.empty_like(z, memory_format=torch.contiguous_format)
         words, flags = weight, SILU if gate_activation == "silu" else 0
         if weight.dtype == torch.bfloat16:  # words of two each, which the kernel takes apart by the flag
             words, flags = weight.view(torch.float32), flags | WEIGHT_BF16
-        _norm(KEY)(o, z, words, target, flags, eps)
+        if target.shape != o.shape:
+            raise ValueError
+        tokens = o.shape[0]
+        _norm(KEY)(o.view(tokens, -1), z.view(tokens, -1), words, target.view(tokens, -1), flags, eps)
     except REFUSALS:
         _check(o, z, weight, gate_activation, eps, out, kernels)
-        if kernels and o.shape[0]:
+        if kernels and o.numel():
             raise
         if not kernels:
             wide = torch.promote_types(o.dtype, torch.float32)
-            rows = (x.to(wide) for x in (o, z, weight))
-            return deliver(reference.gated_rms_norm(*rows, gate_activation, eps), z.dtype, out)
+            given = (x.to(wide) for x in (o, z, weight))
+            return deliver(reference.gated_rms_norm(*given, gate_activation, eps), z.dtype, out)
         target = torch.empty_like(z) if out is None else out
     return target
 
@@ -91,10 +96,10 @@ def _check(
     out: torch.Tensor | None,
     kernels: bool,
 ) -> None:
-    if o.dim() != 2:
-        raise InvalidArgumentError("o", list(o.shape), "a tensor [R, V]")
-    size = o.shape[1]
-    check_tensor("o", o, (None, size), FLOAT_DTYPES, o.device)
+    if o.dim() not in (2, 3):
+        raise InvalidArgumentError("o", list(o.shape), "a tensor [T, H, V] or [R, V]")
+    size = o.shape[-1]
+    check_tensor("o", o, o.shape, FLOAT_DTYPES, o.device)
     check_tensor("z", z, o.shape, FLOAT_DTYPES, o.device)
     check_tensor("weight", weight, (size,), FLOAT_DTYPES, o.device)
     check_choice("gate_activation", gate_activation, ACTIVATIONS)
@@ -114,5 +119,5 @@ def _check(
             )
         for name, tensor in rows.items():
             check_kernel_dtype("gated_rms_norm", name, tensor.dtype, (torch.bfloat16,))
-            check_dense(name, tensor)
+            (check_alignment if name == "z" else check_dense)(name, tensor)
         check_kernel_dtype("gated_rms_norm", "weight", weight.dtype, (torch.float32, torch.bfloat16))

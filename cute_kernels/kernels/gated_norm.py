@@ -1,12 +1,14 @@
 """Gated RMS norm of heads of 128 values: y = o / rms(o) * w * act(z), in fp32, rounded once.
 
-A head is one row of 128; 16 lanes hold 8 values of it each, and have `rows` rows under way at once. Launched dependently, and it
-lets the kernel behind it, a projection, be set up while it runs.
+A row is one head of one token; 16 lanes hold 8 values of it each, and have `rows` rows under way at once. The heads of a token
+stand together, its z in a row of any width. Launched dependently, and it lets the kernel behind it, a projection, be set up
+while it runs.
 """
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass.cute.runtime import make_fake_tensor
 
 from ..compile.cache import cute_compile
 from ..compile.fake import fake_matrix, fake_stream, fake_vector
@@ -29,15 +31,16 @@ class GatedNorm:
     @cute.jit
     def __call__(
         self,
-        mO: cute.Tensor,  # (R, 128) bf16
-        mZ: cute.Tensor,  # (R, 128) bf16
+        mO: cute.Tensor,  # (T, H 128) bf16
+        mZ: cute.Tensor,  # (T, H 128) bf16, any row stride
         mWeight: cute.Tensor,  # (128,) fp32, or (64,) words of two bf16
-        mOut: cute.Tensor,  # (R, 128) bf16
+        mOut: cute.Tensor,  # (T, H 128) bf16
         flags: Int32,  # SILU | WEIGHT_BF16
         eps: Float32,
         stream,
     ):
-        n, height = cute.size(mO, mode=[0]), self.groups * self.key.rows
+        heads = cute.size(mO, mode=[1]) // HEAD_DIM
+        n, height = cute.size(mO, mode=[0]) * heads, self.groups * self.key.rows
         self.kernel.set_name_prefix(self.key.symbol(), remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(mO, mZ, mWeight, mOut, flags, eps, n).launch(
             grid=[(n + height - 1) // height, 1, 1], block=[self.key.threads, 1, 1],
@@ -63,10 +66,14 @@ class GatedNorm:
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         inputs, gates = [], []
+        heads = cute.size(mZ, mode=[1]) // HEAD_DIM
         for r in cutlass.range_constexpr(self.key.rows):
             # A row beyond the last loads what the last one does: only the stores need a branch, and all lanes meet in the sum.
-            at = Int64(cutlass.min(first + r * self.groups, n - 1)) * HEAD_DIM + channel
-            inputs.append(load_vector(offset_ptr(mO.iterator, at, BFloat16, 2 * VALUES), VALUES))
+            row = cutlass.min(first + r * self.groups, n - 1)
+            token = row // heads
+            at = Int64(token) * mZ.stride[0] + (row - token * heads) * HEAD_DIM + channel
+            source = offset_ptr(mO.iterator, Int64(row) * HEAD_DIM + channel, BFloat16, 2 * VALUES)
+            inputs.append(load_vector(source, VALUES))
             gates.append(load_vector(offset_ptr(mZ.iterator, at, BFloat16, 2 * VALUES), VALUES))
         # Before any store, which the loads of the weights could not be moved across: they are then the same for all rows.
         silu, weight_bf16 = (flags & SILU) != 0, (flags & WEIGHT_BF16) != 0
@@ -83,8 +90,8 @@ class GatedNorm:
 
 def build(key: GatedNormKey):
     """Compile the specialisation."""
-    n = cute.sym_int()
-    rows = [fake_matrix(BFloat16, n, HEAD_DIM) for _ in range(3)]
-    return cute_compile(
-        GatedNorm(key), *rows[:2], fake_vector(Float32, align=16), rows[2], Int32(0), Float32(0.0), fake_stream()
-    )
+    tokens, width = cute.sym_int(), cute.sym_int(divisibility=HEAD_DIM)
+    o, out = (fake_matrix(BFloat16, tokens, width) for _ in range(2))
+    z = make_fake_tensor(BFloat16, (tokens, width), stride=(cute.sym_int64(divisibility=VALUES), 1), assumed_align=16)
+    weight = fake_vector(Float32, align=16)
+    return cute_compile(GatedNorm(key), o, z, weight, out, Int32(0), Float32(0.0), fake_stream())

@@ -18,7 +18,7 @@ PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_ba")
 
 
 def join_projections(layer: Any) -> None:
-    """Make the weights of the input projections neighbours in one tensor, with which a decode step is projected at once.
+    """Make the weights of the input projections neighbours in one tensor, with which a forward is projected at once.
 
     They stay the parameters that lmdeploy fills and updates in place. Projections that are not plain ones, such as quantised
     ones, are left as they are, and so are those whose joined row no kernel reads, because rows would not begin at a multiple
@@ -48,20 +48,22 @@ def _joined_weight(layer: Any) -> torch.Tensor | None:
 
 
 def _projected(layer: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The layer's projections x = q | k | v, z, b and a, one row a token."""
-    x, z, ba = layer.in_proj_qkv(hidden_states), layer.in_proj_z(hidden_states), layer.in_proj_ba(hidden_states)
-    return x[0], z[0], *layer.fix_ba_ordering(ba[0])
+    """The layer's projections x = q | k | v, z, b and a, one row a token, of one product where their weights are joined."""
+    weight = _joined_weight(layer)
+    if weight is None:
+        x, z, ba = layer.in_proj_qkv(hidden_states), layer.in_proj_z(hidden_states), layer.in_proj_ba(hidden_states)
+        return x[0], z[0], *layer.fix_ba_ordering(ba[0])
+    row = layer.in_proj_qkv.impl.forward(hidden_states[0], weight)
+    heads = len(layer.dt_bias)
+    parts: tuple[torch.Tensor, ...] = row.split(
+        (len(layer.in_proj_qkv.weight), len(layer.in_proj_z.weight), heads, heads), 1
+    )
+    return parts
 
 
 def _decode(layer: Any, hidden_states: torch.Tensor, caches: Any, meta: CompactMeta) -> torch.Tensor:
     """A decode step: one projection, one launch, one projection."""
-    weight = _joined_weight(layer)
-    if weight is None:
-        x, z, b, a = _projected(layer, hidden_states)
-    else:
-        values, heads = len(layer.in_proj_z.weight), len(layer.dt_bias)
-        row = layer.in_proj_qkv.impl.forward(hidden_states[0], weight)
-        x, z, b, a = row.split((len(layer.in_proj_qkv.weight), values, heads, heads), 1)
+    x, z, b, a = _projected(layer, hidden_states)
     out: torch.Tensor = cute_kernels.gdn_layer_decode(
         x,
         a,
@@ -86,7 +88,7 @@ def _decode(layer: Any, hidden_states: torch.Tensor, caches: Any, meta: CompactM
 
 
 def _prefill(layer: Any, hidden_states: torch.Tensor, caches: Any, meta: CompactMeta) -> torch.Tensor:
-    """A prefill: three projections, conv, rule and norm, one projection."""
+    """A prefill: one projection, conv, rule and norm, one projection."""
     x, z, b, a = _projected(layer, hidden_states)
     options: dict[str, Any] = {"checkpoints": meta.checkpoints, "backend": layer.compact_backend}
     ids = (meta.read_ids, meta.write_ids)
@@ -100,7 +102,7 @@ def _prefill(layer: Any, hidden_states: torch.Tensor, caches: Any, meta: Compact
     q, k, v = heads.split((keys, keys, values), 1)
     parameters = (layer.get_A_log_exp(), layer.dt_bias.detach())
     out = cute_kernels.gdn_prefill(q, k, v, a, b, *parameters, caches[1], *ids, meta.cu_seqlens, **options)
-    normed = layer.norm(out.view(-1, size), z.reshape(-1, size))
+    normed = layer.norm(out, z.view(-1, values, size))
     result: torch.Tensor = layer.out_proj(normed.view(1, x.shape[0], -1))
     return result
 

@@ -274,7 +274,7 @@ class GatedRMSNorm(torch.nn.Module):
         self._backend: Any = envs.backend() if hidden_size == HEAD_DIM else "reference"
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """`x`, `gate` `[rows, hidden]`."""
+        """`x`, `gate` `[rows, hidden]` or `[tokens, heads, hidden]`; a token's `gate` may be part of a wider row."""
         options: dict[str, Any] = {"gate_activation": self.activation, "eps": self.eps, "backend": self._backend}
         result: torch.Tensor = cute_kernels.gated_rms_norm(x, gate, self.weight.detach(), **options)
         return result

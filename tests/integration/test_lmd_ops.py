@@ -282,6 +282,8 @@ def test_our_norm_is_the_gated_norm() -> None:
     x, gate = torch.randn(3, 16), torch.randn(3, 16)
     want = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight * gate * torch.sigmoid(gate)
     torch.testing.assert_close(norm(x, gate), want)
+    heads = torch.cat((gate, torch.full_like(gate, torch.nan)), 1)[:, :16].view(3, 1, 16)
+    assert torch.equal(norm(x.view(3, 1, 16), heads)[:, 0], norm(x, gate))
 
 
 def test_operators_are_built_at_the_seam_without_fla_or_tilelang() -> None:

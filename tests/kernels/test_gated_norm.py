@@ -1,4 +1,5 @@
-"""`gated_rms_norm` on the GPU against float64: any number of rows, both gates, both dtypes of the weight, in place or not."""
+"""`gated_rms_norm` on the GPU against float64: any number of rows and heads, both gates, both dtypes of the weight, in place or
+not, gates in a wider row."""
 
 from __future__ import annotations
 
@@ -36,6 +37,21 @@ def test_every_row_is_that_of_float64_rounded_once(count: int, weight_dtype: tor
     exact = oracle(o.double(), z.double(), weight.double(), activation, 1e-6)
     assert rounded_once(out[:count], exact)
     assert out[count].isnan().all()
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 63, 1025])
+@pytest.mark.parametrize("heads", [1, 3, 6, 32])
+def test_gates_may_be_part_of_a_wider_row(tokens: int, heads: int) -> None:
+    wide = torch.full((tokens, (heads + 2) * V + 24), float("nan"), device="cuda", dtype=torch.bfloat16)
+    o, gates = (x.view(tokens, heads, V) for x in rows(tokens * heads, seed=tokens))
+    z = wide[:, V : (heads + 1) * V].unflatten(1, (heads, V))
+    z.copy_(gates)
+    weight = torch.randn(V, device="cuda")
+    out = torch.full((tokens + 1, heads, V), float("nan"), device="cuda", dtype=torch.bfloat16)
+    assert gated_rms_norm(o, z, weight, out=out[:tokens], backend="kernels").shape == o.shape
+    assert rounded_once(out[:tokens], oracle(o.double(), gates.double(), weight.double(), "silu", 1e-6))
+    assert out[tokens].isnan().all()
+    assert torch.equal(gated_rms_norm(o, z, weight, backend="kernels"), out[:tokens])
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-6, 1e3])
