@@ -204,8 +204,10 @@ class CompactCheckpointLifecycle(StateCheckpointLifecycle):  # type: ignore[misc
     def finish_forward_dispatch(self, seqs: Sequence[Any], *, has_save_plan: bool = False) -> None:
         """The forward is in the workers' queue: publish what it makes, forget the restores it has taken over."""
         for seq in seqs if self._planned_prefill else ():
-            for save in self._pending.pop(seq.seq_id, ()):
-                self._publish(seq, save)
+            saves = self._pending.get(seq.seq_id, [])
+            while saves:  # where one fails, the rest stays reserved, for `discard_save`
+                self._publish(seq, saves.pop(0))
+            self._pending.pop(seq.seq_id, None)
             if seq.prefix_cache.restore.pinned:
                 seq.prefix_cache.restore.clear()
         self._planned_prefill = False

@@ -62,18 +62,48 @@ def test_a_publication_that_fails_leaves_neither_entry_nor_slot_nor_block(monkey
         return snapshot(*arguments)
 
     monkeypatch.setattr(checkpoints, "_snapshot_match_data", failing)
-    seq = flow.add(prompt(300), 3)
+    seq = flow.add(prompt(330), 3)
     with pytest.raises(RuntimeError, match="no memory"):
         flow.step()
     checkpoints.discard_save(seq)
     flow.end(seq)
     flow.manager._settle()
+    assert flow.checkpoints == [256]
+    flow.end(flow.serve(prompt(200) + prompt(50, 5), 1))
+    assert 128 in flow.checkpoints, "the node is free for the next prompt that comes by"
     while flow.ledger.evict_oldest():
         pass
     flow.scheduler.block_trie.forget_prefixes()
     assert flow.checkpoints == []
     assert len(flow.ledger.free) == flow.ledger.num_slots
     assert free_blocks(flow) == blocks
+
+
+def test_a_plan_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    flow = Flow()
+    blocks, submit = free_blocks(flow), flow.manager.submit
+    failing = mock.Mock(side_effect=RuntimeError("no ids"))
+    monkeypatch.setattr(flow.manager, "submit", failing)
+    seq = flow.add(prompt(330), 3)
+    with pytest.raises(RuntimeError, match="no ids"):
+        flow.step()
+    monkeypatch.setattr(flow.manager, "submit", submit)
+    flow.end(seq)
+    assert flow.checkpoints == []
+    assert len(flow.ledger.free) == flow.ledger.num_slots
+    flow.scheduler.block_trie.forget_prefixes()
+    assert free_blocks(flow) == blocks
+    assert flow.serve(prompt(330), 3).cached_tokens == 0
+    assert flow.checkpoints == [128, 256, 330]
+
+
+def test_an_end_that_is_no_safe_boundary_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    flow = Flow()
+    seq = flow.add(prompt(330), 1)
+    safe = seq.is_prefix_cache_boundary_safe
+    monkeypatch.setattr(type(seq), "is_prefix_cache_boundary_safe", lambda self, step: step != 330 and safe(step))
+    flow.run()
+    assert flow.checkpoints == [128, 256]
 
 
 def test_the_frozen_block_of_a_partial_end_goes_with_its_checkpoint() -> None:
