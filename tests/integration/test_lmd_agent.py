@@ -21,7 +21,8 @@ import lmd_model  # noqa: E402
 import lmd_tiny  # noqa: E402
 import torch  # noqa: E402
 
-from compact_state.integration.lmdeploy import replay, steady  # noqa: E402
+from compact_state.cute_kernels.checkpoints import Checkpoints  # noqa: E402
+from compact_state.integration.lmdeploy import inputs, replay, steady  # noqa: E402
 
 
 class Event:
@@ -113,3 +114,13 @@ def test_an_agents_answers_are_those_of_the_model_alone(tmp_path: Path) -> None:
         assert ours == lmd_graph.served(lmd_model.model_flow(checkpoint, blocks=64))
     assert refilled.call_count > 10
     assert sent.call_count > 5
+
+
+def test_all_that_a_forward_is_given_moves_to_its_device() -> None:
+    plan, column = torch.zeros(2, 3, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    given = inputs.CompactCacheInputs(plan, plan, exports=Checkpoints(column, column, column), commits=plan)
+    moved = given.to_device("meta")
+    assert isinstance(moved, inputs.CompactCacheInputs)
+    for tensor in (moved.kv_restore_plan, moved.kv_save_plan, moved.commits, *vars(moved.exports).values()):
+        assert tensor.device.type == "meta"
+    assert inputs.CompactCacheInputs().to_device("meta") == inputs.CompactCacheInputs()

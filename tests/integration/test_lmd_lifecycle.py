@@ -13,6 +13,8 @@ pytest.importorskip("lmdeploy", reason="lmdeploy is not installed")
 from lmd_flow import BLOCK, Flow  # noqa: E402  after the skip: it imports lmdeploy
 from lmd_prompts import answer, prompt  # noqa: E402
 
+from compact_state.pool.errors import CapacityError  # noqa: E402
+
 
 @pytest.fixture(autouse=True)
 def _alignment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,6 +50,32 @@ def test_a_pinned_checkpoint_is_neither_released_nor_evicted() -> None:
     checkpoints.release_checkpoint(node)  # nothing is there any more: nothing happens
     flow.end(seq)
     assert list(flow.serve(prompt(300), 4).generated_ids) == answer(prompt(300), 4)
+
+
+def test_a_session_that_has_a_state_can_take_a_checkpoint_that_reaches_further() -> None:
+    flow = Flow()
+    seq = flow.serve(prompt(200), 2)
+    flow.end(flow.serve(prompt(330), 1))
+    handle = node_at(flow, 256).state_checkpoint.handle
+    assert flow.manager.holder(seq).rec.slot != handle.slot
+    assert flow.manager.pin(seq, handle)
+    assert flow.manager.holder(seq).rec.slot == handle.slot
+    flow.ledger_is_sound()
+    flow.manager.unpin(seq)
+    assert seq.seq_id not in flow.ledger.holders
+    flow.ledger_is_sound()
+
+
+def test_a_match_that_would_starve_others_leaves_no_holder() -> None:
+    flow = Flow()
+    flow.end(flow.serve(prompt(330), 1))
+    seq, handle = flow.add(prompt(400), 1), node_at(flow, 256).state_checkpoint.handle
+    with mock.patch.object(flow.ledger, "hit", side_effect=CapacityError("none to spare")):
+        assert not flow.manager.pin(seq, handle)
+    assert seq.seq_id not in flow.ledger.holders
+    assert flow.manager._tentative is None
+    flow.run()
+    assert seq.cached_tokens == 330
 
 
 def test_a_publication_that_fails_leaves_neither_entry_nor_slot_nor_block(monkeypatch: pytest.MonkeyPatch) -> None:

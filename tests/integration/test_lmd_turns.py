@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from unittest import mock
+
 import pytest
 
 pytestmark = pytest.mark.lmdeploy
@@ -85,3 +88,42 @@ def test_a_turn_in_chunks_has_no_place_in_the_batch_that_its_last_turn_left(cach
     flow.run()
     assert list(seq.generated_ids) == answer(prompt(200) + spoken + turn, 4)
     assert other is None or list(other.generated_ids) == answer(prompt(20, seed=2), beside)
+
+
+@pytest.mark.parametrize(
+    ("limit", "allows", "batch", "tokens", "ends"),
+    [
+        (None, False, 0, 100, None),
+        (256, True, 0, 300, None),
+        (256, False, 0, 300, "skip"),
+        (None, False, 200, 57, "budget"),
+        (None, False, 200, 56, None),
+        (None, False, 0, 300, None),
+    ],
+)
+def test_what_loses_its_match_passes_the_gates_of_long_prompts_and_of_the_batch(
+    limit: int | None, allows: bool, batch: int, tokens: int, ends: str | None
+) -> None:
+    """A short turn behind a history that is gone is a long prompt: 0.18.0 lets it join others in one forward."""
+    from lmdeploy.pytorch.paging import prefill_scheduler
+
+    attempt = SimpleNamespace(
+        seq="seq",
+        prefill_scheduler=SimpleNamespace(
+            _prefill_kv_token_limit=lambda seq: limit,
+            _prefill_admission_token_count=lambda seq: tokens,
+            cache_config=SimpleNamespace(max_prefill_token_num=256),
+        ),
+        turn_policy=SimpleNamespace(allows_nonfinal_long_prefill=allows),
+        batch_has_prefill=batch > 0,
+        batch_prefill_tokens=batch,
+        _prefix_match=mock.Mock(),
+        _resource_rollback_rejection=None,
+        _token_budget_rejection=lambda: "budget",
+    )
+    rollback = prefill_scheduler._PrefillAdmissionAttempt._rollback_match_after_resource_failure
+    skip = prefill_scheduler._PrefillAdmissionResult.skip()
+    assert rollback(attempt, "no slot") == (skip if ends == "skip" else ends)
+    attempt._prefix_match.rollback.assert_called_once_with("no slot")
+    attempt._resource_rollback_rejection = "before"
+    assert rollback(attempt, "no slot") == "before"
