@@ -118,6 +118,22 @@ def test_the_next_turn_folds_what_the_last_step_accepted_into_the_slot_first() -
     assert flow.device.commits > 2
 
 
+@pytest.mark.parametrize("steps", [2, 3, 5])
+def test_a_session_stopped_in_the_middle_of_its_answer_goes_on_without_its_drafts(steps: int) -> None:
+    flow = draft_flow(3, chance=0.7, caching=False)
+    tokens, turn = prompt(90, steps), prompt(40, 4)
+    seq = flow.add(tokens, 60)
+    while seq.num_new_tokens < steps:
+        flow.step()
+    flow.scheduler.stop_session(seq.session_id)
+    flow.run()
+    spoken = [int(token) for token in seq.generated_ids]
+    assert len(seq.history_cache) > seq.num_valid_ids, "there are drafts to be forgotten"
+    flow.go_on(seq, turn, 6)
+    flow.run()
+    assert list(seq.generated_ids) == answer(tokens + spoken + turn, 6)
+
+
 def test_every_turn_of_a_session_is_found_by_later_ones_with_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LMDEPLOY_COMPACT_PREFILL_SAVE_ALIGNMENT", "512")
     flow = draft_flow(3, chance=0.6, blocks=1024, max_batches=4, budget=24)

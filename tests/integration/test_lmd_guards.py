@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -85,6 +86,7 @@ def test_what_is_served_passes() -> None:
         (envs.SAVE_ALIGNMENT, "-64", "non-negative"),
         (envs.SAVE_ALIGNMENT, "many", "non-negative"),
         (envs.BACKEND, "triton", "auto, kernels, reference"),
+        (envs.FUSED_DECODE, "perhaps", "Allowed true values"),
     ],
 )
 def test_a_variable_is_refused_in_words(name: str, value: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,6 +186,41 @@ def test_the_engine_is_refused_before_anything_is_loaded() -> None:
         pytest.raises(guards.UnsupportedSettingError, match="num_gpu_blocks=0"),
     ):
         engine.Engine("nowhere", PytorchEngineConfig())
+
+
+def test_the_gpu_is_looked_at_before_anything_is_loaded() -> None:
+    from lmdeploy.pytorch.engine import engine
+
+    with (
+        mock.patch.object(engine.ConfigBuilder, "update_engine_config", side_effect=AssertionError("too late")),
+        mock.patch("compact_state.integration.lmdeploy.engine._capability", return_value=(8, 0)),
+        pytest.raises(guards.UnsupportedSettingError, match=r"8\.0"),
+    ):
+        engine.Engine("nowhere", config())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("waits", [False, True])
+def test_prefixes_are_forgotten_before_and_after_an_update(fails: bool, waits: bool) -> None:
+    from compact_state.integration.lmdeploy import engine
+
+    happened = []
+
+    def update(self: Any) -> str:
+        happened.append("update")
+        if fails:
+            raise RuntimeError("no such weight")
+        return "done"
+
+    async def later(self: Any) -> str:
+        return update(self)
+
+    owner = SimpleNamespace(scheduler="scheduler")
+    with mock.patch.object(engine.paging, "forget", happened.append):
+        wrapped = engine._forgetting(later if waits else update)
+        with pytest.raises(RuntimeError, match="weight") if fails else contextlib.nullcontext():
+            assert (asyncio.run(wrapped(owner)) if waits else wrapped(owner)) == "done"
+    assert happened == ["scheduler", "update", "scheduler"]
 
 
 def test_the_resolved_executor_and_the_model_are_checked_before_workers_exist() -> None:
