@@ -299,6 +299,7 @@ def test_operators_are_built_at_the_seam_without_fla_or_tilelang() -> None:
 
 
 def test_piecewise_graphs_run_the_operators_eagerly_on_the_tokens_that_are_there() -> None:
+    from lmdeploy.pytorch.backends.cuda.graph_runner.piecewise import piecewise_graph_execution
     from lmdeploy.pytorch.backends.cuda.step_metadata import CudaPiecewiseGraphImpl
 
     for impl in (ops.CompactConv1dImpl(), ops.CompactRuleImpl(), ops.CompactMetaImpl()):
@@ -311,4 +312,8 @@ def test_piecewise_graphs_run_the_operators_eagerly_on_the_tokens_that_are_there
     for impl in (layer.conv, layer.rule):
         impl.enable_piecewise_cuda_graph()
     x = tokens(12)
-    assert torch.equal(layer(x, [12], [0], [(-1, 0)]), plain(x, [12], [0], [(-1, 0)]))
+    expected = plain(x, [12], [0], [(-1, 0)])
+    assert torch.equal(layer(x, [12], [0], [(-1, 0)]), expected)
+    # Inside one, rows up to the size of the graph are no tokens: they are left out, here of the inputs of both operators.
+    with piecewise_graph_execution(raw_tokens=12, token_bucket=16):
+        assert torch.equal(layer(torch.cat((x, tokens(4, 6))), [12], [0], [(-1, 0)]), expected)
