@@ -151,11 +151,11 @@ def patch_engine_model_agent_agent(module: ModuleType) -> None:
         restore(inputs, cache_inputs, cache_engine, state_cache_engine)
         context = get_step_ctx_manager().current_context()
         context.compact_logs = state_cache_engine.draft_logs
-        if not inputs.is_dummy:
-            context.compact_exports = getattr(cache_inputs, "exports", None)
-            commits = getattr(cache_inputs, "commits", None)
-            if commits is not None:
-                state_cache_engine.commit(commits)
+        # Dummy forwards and decode steps have no cache inputs.
+        context.compact_exports = getattr(cache_inputs, "exports", None)
+        commits = getattr(cache_inputs, "commits", None)
+        if commits is not None:
+            state_cache_engine.commit(commits)
 
     module._restore_cache_checkpoint = restore_and_bind  # type: ignore[attr-defined]
     if envs.short_steps():

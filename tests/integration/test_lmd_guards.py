@@ -243,6 +243,10 @@ def test_the_resolved_executor_and_the_model_are_checked_before_workers_exist() 
     memdecode.memdecode_config.memory_model_path = "/memory"
     with workers, pytest.raises(guards.UnsupportedSettingError, match="memdecode_config='/memory'"):
         executor.build_executor(**{**arguments, "misc_config": memdecode})
+    draft = SimpleNamespace(hf_config=SimpleNamespace(text_config=SimpleNamespace(mtp_num_hidden_layers=2)))
+    drafts = SimpleNamespace(method="qwen3_5_mtp", num_speculative_tokens=3, model_config=draft)
+    with workers, pytest.raises(guards.UnsupportedSettingError, match="mtp_num_hidden_layers=2"):
+        executor.build_executor(**arguments, specdecode_config=drafts)
     fitting = model("qwen3_5")
     fitting.mla_index_topk = None
     with (

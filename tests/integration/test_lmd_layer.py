@@ -129,13 +129,17 @@ def test_a_parameter_that_stands_elsewhere_is_projected_apart(flow: Flow) -> Non
     joined(layer)
 
 
-def test_projections_that_are_not_plain_ones_are_left_alone(flow: Flow) -> None:
+@pytest.mark.parametrize("what", ["quantised", "with a bias"])
+def test_projections_that_are_not_plain_ones_are_left_alone(flow: Flow, what: str) -> None:
     layer = copy.deepcopy(linear_layers(flow)[0])
 
     class Quantised(type(layer.in_proj_z)):  # type: ignore[misc]
         pass
 
-    layer.in_proj_z.__class__ = Quantised
+    if what == "quantised":
+        layer.in_proj_z.__class__ = Quantised
+    else:
+        layer.in_proj_z.bias = torch.nn.Parameter(torch.zeros(len(layer.in_proj_z.weight)), requires_grad=False)
     for parameter in parameters(layer):
         parameter.data = parameter.data.clone()
     addresses = [parameter.data_ptr() for parameter in parameters(layer)]
