@@ -124,27 +124,7 @@ def chunk_at(
 
 
 @cute.jit
-def chunks_before(
-    mEnds: cute.Tensor,
-    mSlots: cute.Tensor,
-    num_slots: Int32,
-    entry: Int32,
-    stop: Int32,
-    length: Int32,
-    position: Int32,
-    lane: Int32,
-) -> Int32:
-    """Chunks of a row in front of token `position`, a multiple of 64."""
-    passed, highest = position >> 6, Int32(0)
-    while entry < stop:
-        end, cuts, highest = cuts_of_batch(mEnds, mSlots, num_slots, entry, stop, length, highest, lane)
-        passed += cute.arch.popc(cute.arch.vote_ballot_sync((((cuts >> lane) & 1) != 0) & (end < position)))
-        entry = entry + 32 if highest < position else stop
-    return passed
-
-
-@cute.jit
-def slot_of_position(
+def place_of_position(
     mCu: cute.Tensor,
     mKeptCu: cute.Tensor,
     mEnds: cute.Tensor,
@@ -154,12 +134,21 @@ def slot_of_position(
     row: Int32,
     position: Int32,
     lane: Int32,
-) -> Int32:
-    """The slot of the chunk that starts at token `position` of a row, 0 or a multiple of 64; all lanes of one warp."""
+):
+    """Where a chain that starts at token `position` of a row begins, 0 or a multiple of 64; all lanes of one warp.
+
+    Returns the slot of its first chunk, the first entry of kept states that may lie behind the position, and the end of entries.
+    """
     entry, stop = Int32(0), Int32(0)
-    if (has_checkpoints != 0) & (position > 0):
+    if has_checkpoints != 0:
         entry = mKeptCu[row]
         stop = mKeptCu[row + 1]
     length = mCu[row + 1] - mCu[row]
-    before = chunks_before(mEnds, mSlots, num_slots, entry, stop, length, position, lane)
-    return first_slot(mCu, mKeptCu, row, has_checkpoints) + before
+    passed, highest, batch, last = position >> 6, Int32(0), entry, stop if position > 0 else entry
+    while batch < last:
+        end, cuts, highest = cuts_of_batch(mEnds, mSlots, num_slots, batch, stop, length, highest, lane)
+        passed += cute.arch.popc(cute.arch.vote_ballot_sync((((cuts >> lane) & 1) != 0) & (end < position)))
+        behind = cute.arch.vote_ballot_sync((end <= position) & (batch + lane < stop))
+        entry += cute.arch.popc(behind & ((behind + 1) ^ -1)) if entry == batch else Int32(0)
+        batch = batch + 32 if highest < position else last
+    return first_slot(mCu, mKeptCu, row, has_checkpoints) + passed, entry, stop

@@ -48,8 +48,8 @@ from ..device.gdn_records import (
     VECTOR_OFFSET,
     bulk_load,
     load_tile,
+    place_of_position,
     record_address,
-    slot_of_position,
 )
 from ..device.gdn_recurrence_rows import run_ends, run_output
 from ..device.gdn_recurrence_state import (
@@ -380,12 +380,9 @@ class GdnRecurrence:
                 if (flags & Flag.WORKSPACE) == 0:
                     prefetch_state(mPool, read, num_slots, head, first, self.width)
                 start = mCuSeqlens[sequence]
-                slot = slot_of_position(
+                slot, entry, entry_end = place_of_position(
                     mCuSeqlens, mKeptCu, mKeptEnds, mKeptSlots, num_slots, has_checkpoints, sequence, position, lane
                 )
-                if has_checkpoints != 0:
-                    entry = mKeptCu[sequence]
-                    entry_end = mKeptCu[sequence + 1]
             k_column = head // (hv // hk) * HEAD
             ready, known = record_address(mRecords, 0, hv, head) + FLAG_OFFSET, slot
             while (flags & Flag.STOP) == 0:
