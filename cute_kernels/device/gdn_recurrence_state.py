@@ -63,24 +63,22 @@ def stage_places(dtype, shared, warp, lane):
 
 @cute.jit
 def stage_state(
-    S, shared, parity: Int32, mPool: cute.Tensor, slot: Int32, num_slots: Int32, head: Int32, warp: Int32, lane: Int32
+    S, shared, parity: Int32, mPool: cute.Tensor, slot: Int32, final: Int32, head: Int32, warp: Int32, lane: Int32
 ):
-    """S, rounded once, to the stage, from where `run_keeper` takes it to head `head` of a slot; nothing where the slot is none.
+    """S, rounded once, to the stage, from where `run_keeper` takes it to head `head` of two slots, the second one if it is one.
 
     Returns the parity of the next one.
     """
-    if slot_is_valid(slot, num_slots):
-        shared.keep.wait_empty(0, parity)
-        for i, place in enumerate(stage_places(mPool.element_type, shared, warp, lane)):
-            if cutlass.const_expr(mPool.element_type is Float32):
-                store_shared(place, S[2 * i], S[2 * i + 1])
-            else:
-                store_shared(place, pack_bf16(S[2 * i], S[2 * i + 1]))
-        if (warp == 0) & (lane == 0):
-            store_shared(shared.note, slot, head)
-        shared.keep.publish_to_async(0)
-        parity = parity ^ 1
-    return parity
+    shared.keep.wait_empty(0, parity)
+    for i, place in enumerate(stage_places(mPool.element_type, shared, warp, lane)):
+        if cutlass.const_expr(mPool.element_type is Float32):
+            store_shared(place, S[2 * i], S[2 * i + 1])
+        else:
+            store_shared(place, pack_bf16(S[2 * i], S[2 * i + 1]))
+    if (warp == 0) & (lane == 0):
+        store_shared(shared.note, slot, final, head, Int32(0))
+    shared.keep.publish_to_async(0)
+    return parity ^ 1
 
 
 @cute.jit
@@ -88,22 +86,22 @@ def end_stage(shared, parity: Int32, warp: Int32, lane: Int32):
     """No more states come to the stage."""
     shared.keep.wait_empty(0, parity)
     if (warp == 0) & (lane == 0):
-        store_shared(shared.note, Int32(-1), Int32(0))
+        store_shared(shared.note, Int32(-1), Int32(-1), Int32(0), Int32(0))
     shared.keep.publish(0)
 
 
 @cute.jit
-def run_keeper(shared, mPool: cute.Tensor, first: Int32, rows: Int32, lane: Int32):
-    """Of states in the stage V rows `first + rows` .. + 15 to global memory; by one warp. The stage is empty when they are there:
-    what is written behind them stays."""
+def run_keeper(shared, mPool: cute.Tensor, num_slots: Int32, first: Int32, rows: Int32, lane: Int32):
+    """Of states in the stage V rows `first + rows` .. + 15 to global memory; by one warp, half of it for each of two slots."""
     size, pitch = row_bytes(mPool.element_type)
     row = rows + (lane & (ROWS - 1))
     parity = Int32(0)
     shared.keep.wait_full(0, parity)
-    slot, head = load_shared(shared.note, 2, Int32)
+    slot, final, head, _ = load_shared(shared.note, 4, Int32)
     while slot >= 0:
-        if lane < ROWS:
-            target = slot_ptr(mPool, slot, head * STATE_ELEMENTS + (first + row) * HEAD).toint()
+        taker = slot if lane < ROWS else final
+        if slot_is_valid(taker, num_slots):
+            target = slot_ptr(mPool, taker, head * STATE_ELEMENTS + (first + row) * HEAD).toint()
             cute.arch.inline_ptx(
                 "cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};",
                 read_only_args=[target, shared.kept + row * pitch, Int32(size)],
@@ -113,4 +111,4 @@ def run_keeper(shared, mPool: cute.Tensor, first: Int32, rows: Int32, lane: Int3
         shared.keep.release(0)
         parity = parity ^ 1
         shared.keep.wait_full(0, parity)
-        slot, head = load_shared(shared.note, 2, Int32)
+        slot, final, head, _ = load_shared(shared.note, 4, Int32)

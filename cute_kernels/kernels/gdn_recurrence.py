@@ -179,7 +179,7 @@ class GdnRecurrence:
             sV: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(value_layout)], 1024]
             sT: cute.struct.Align[cute.struct.MemRange[Float16, cute.cosize(pair_layout)], 1024]
             sP: cute.struct.Align[cute.struct.MemRange[Float16, cute.cosize(pair_layout)], 1024]
-            note: cute.struct.Align[cute.struct.MemRange[Int32, 2], 8]
+            note: cute.struct.Align[cute.struct.MemRange[Int32, 4], 16]
             kept: cute.struct.Align[cute.struct.MemRange[Uint32, max(self.staged_words, 4)], 128]
 
         self.storage = Storage
@@ -309,7 +309,7 @@ class GdnRecurrence:
                     run_output(shared, lane, tma_out, gOut, sV, mOut)
             elif place >= 4:
                 if cutlass.const_expr(self.staged_words > 0):
-                    run_keeper(shared, mPool, 64 * slab, 16 * (place - 4), lane)
+                    run_keeper(shared, mPool, num_slots, 64 * slab, 16 * (place - 4), lane)
         leave()
 
     def bundle(self, storage):
@@ -557,14 +557,14 @@ class GdnRecurrence:
                 else:
                     if (flags & Flag.HANDS_ON) != 0:
                         store_state(S, mWork, record[Field.WRITE], Int32(WORK_LIMIT), head, row, column)
-                    elif ends != 0:
-                        if cutlass.const_expr(self.staged_words > 0):
-                            shared.keep.wait_empty(0, kept_parity)  # the slot may be that of a state kept before
-                        store_state(S, mPool, record[Field.WRITE], num_slots, head, row, column)
-                    kept = record[Field.CHECKPOINT]
+                    kept, final = record[Field.CHECKPOINT], pick(ends == Flag.LAST, record[Field.WRITE], Int32(-1))
                     if cutlass.const_expr(self.staged_words > 0):
-                        kept_parity = stage_state(S, shared, kept_parity, mPool, kept, num_slots, head, warp, lane)
+                        if kept >= 0:
+                            kept_parity = stage_state(S, shared, kept_parity, mPool, kept, final, head, warp, lane)
+                        else:
+                            store_state(S, mPool, final, num_slots, head, row, column)
                     else:
+                        store_state(S, mPool, final, num_slots, head, row, column)
                         store_state(S, mPool, kept, num_slots, head, row, column)
                 if found == 0:
                     shared.ready.wait_full(next_work, next_parity)
