@@ -20,8 +20,8 @@ warp, which frees them.
 transition launch of inner segments beside the first chains. Before the launches in front of it have ended, a block reads ids,
 bounds, kept states, K, Q, V and the pool, which these do not write (first chains hand states on to the workspace, which only the
 later launches read), and writes outputs, the pool and the workspace, which they do not read: first chains and transitions write
-other slots of it. Inner segments start from composed states, so their launch waits at once. All end behind what they overlap;
-blocks that lengths leave without an item end at once, all but one.
+other slots of it. Inner segments start from composed states, so their launch waits at once. All end behind what they overlap,
+for which block 0 waits: others give their multiprocessors up, at once where lengths leave them without an item.
 
 Arguments of the compiled function, in order: q, k, v, pool, read_ids, write_ids, cu_seqlens, checkpoint_cu, checkpoint_ends,
 checkpoint_slots, out, work as in `kernels/gdn_prefill.py`, and
@@ -183,6 +183,7 @@ class GdnRecurrence:
             kept: cute.struct.Align[cute.struct.MemRange[Uint32, max(self.staged_words, 4)], 128]
 
         self.storage = Storage
+        # Halves of a head are neighbours on the chip: what both load comes but once.
         # Chains keep their multiprocessors; beside first ones a transition is a block, which the chip takes as it gets free.
         if cutlass.const_expr(self.transition):
             items = hv * long_rows * (2 * parts - 4)
@@ -199,6 +200,7 @@ class GdnRecurrence:
         ).launch(
             grid=[(3 - slabs) * items, 1, 1],
             block=[self.threads, 1, 1],
+            cluster=[2, 1, 1] if slabs == 1 else None,
             max_number_threads=[self.threads, 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
@@ -310,7 +312,8 @@ class GdnRecurrence:
             elif place >= 4:
                 if cutlass.const_expr(self.staged_words > 0):
                     run_keeper(shared, mPool, num_slots, 64 * slab, 16 * (place - 4), lane)
-        leave()
+        if (item == 0) & (slab == 0):  # the longest chain's; others give their multiprocessors up
+            leave()
 
     def bundle(self, storage):
         """Barriers and shared addresses of the block. Arrivals are one per warp, or one for a bulk load."""
