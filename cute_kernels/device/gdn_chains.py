@@ -145,21 +145,32 @@ def write_rows(
 
 @cute.jit
 def shares(
-    steps: Int32, chunks: Int32, longest: Int32, alike: Int32, inner: Int32, heads: Int32, width: Int32, blocks: Int32
+    chunks: Int32,
+    longest: Int32,
+    alike: Int32,
+    inner: Int32,
+    heads: Int32,
+    together: Int32,
+    width: Int32,
+    blocks: Int32,
 ):
     """(stay, early): blocks that go on behind the first share, and how many records all blocks make together before.
 
     A multiprocessor makes a record in 1.4 us, a chain takes 1.2 us a chunk with half a head a block, 1.7 us with a whole one,
     0.7 us with an eighth.
-    Where rows are cut, transitions want the others as soon as all records are there, and end a step of theirs for each of a
-    first chain: only so many chunks as this has more are made beside it.
+    Where rows are cut, transitions start when all records are there, and are to end with the first chains. In 1/32 us a chunk
+    of a transition takes 43, of a first chain 35, a record 60, 45 or 38 by value heads of a key.
     """
     total = chunks * heads
     stay = blocks - alike * heads * width
     rate = Int32(7) if width == 2 else Int32(10)  # records of a multiprocessor in eight steps of a chain
     rate = Int32(4) if width >= 4 else rate
-    ahead = cutlass.max((longest * rate) // 8 - inner, Int32(0))
-    early = cutlass.max(total - stay * ahead, Int32(0))
+    ahead, least = (longest * rate) // 8, Int32(0)
+    if inner > 0:
+        cost = Int32(60) if together == 1 else Int32(38)
+        cost = Int32(45) if together == 2 else cost
+        ahead, least = (35 * longest - 43 * inner) // cost, 2 * blocks
+    early = cutlass.max(total - stay * ahead, least)
     split = (width > 0) & (stay > blocks // 4) & (ahead > 0)
     return (stay if split else Int32(0)), (early if split else total)
 

@@ -233,7 +233,7 @@ class GdnRecords:
             steps, chunks, longest, alike, inner = write_rows(
                 table, mCuSeqlens, mKeptCu, mKeptEnds, has_checkpoints, min_tokens, long_length, parts, lead, lane
             )
-            stay, early = shares(steps, chunks, longest, alike, inner, hv, width, blocks - idle)
+            stay, early = shares(chunks, longest, alike, inner, hv, together, width, blocks - idle)
             if lane == 0:
                 store_shared(plan, steps, chunks, stay, early)
                 store_shared(plan + 16, inner)
