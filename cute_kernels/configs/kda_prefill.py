@@ -32,7 +32,7 @@ CHUNK_US: dict[bool, dict[Columns, float]] = {
 }
 # How much longer a chunk of half a head and a round take beside one another with many blocks, and a round with few, by whether
 # the gate is softplus.
-SHARED = {False: (1.8, 0.94, 0.9), True: (1.5, 0.97, 0.95)}
+SHARED = {False: (1.6, 1.0, 0.9), True: (1.5, 0.97, 0.95)}
 CROWDED = 1.5  # how much longer a chunk of half a head takes where all multiprocessors load records
 WORKSPACE_BYTES = 1 << 30  # most that one launch may take for records
 
@@ -62,16 +62,18 @@ def slabs_per_block(chains: int, heads: int, equal: bool = False, tokens: float 
         return 1
     halves, wholes = (-(-n * chains * heads // MULTIPROCESSORS) for n in (2, 1))
     few = 2 * chains * heads <= (1.0 if equal else 1.5) * MULTIPROCESSORS
-    return 1 if few or halves < 1.85 * wholes - 0.5 else 2
+    # Of few rows, which seldom are equal, a third wave of whole heads would begin late; of equal ones halves take 1 % longer.
+    unequal = wholes == 3 and chains <= 8 and not equal
+    return 1 if few or unequal or halves < 1.85 * wholes - 0.5 else 2
 
 
 @dataclass(frozen=True)
 class Overlap:
     """How the recurrence runs beside the launch of its records.
 
-    columns: V columns of a recurrence block. stay: multiprocessors that make records to the end. rounds: items that each worker
-    of the whole chip makes first; 0 where the records have no more than `stay` multiprocessors from the start. early:
-    multiprocessors that make their first item alone instead of two at a time, so that the recurrence can start sooner.
+    columns: V columns of a recurrence block. stay: multiprocessors, an even number, that make records to the end. rounds: items
+    that each worker of the whole chip makes first; 0 where the records have no more than `stay` multiprocessors from the start.
+    early: multiprocessors that make their first item alone instead of two at a time, so that the recurrence can start sooner.
     """
 
     columns: Columns
@@ -110,7 +112,7 @@ def overlap(
         blocks = chains * heads * 128 // columns
         if blocks > (96 if chains > 4 or columns == 16 else 64) or (columns < 64 and chains > 1):
             continue  # too many blocks, or narrow ones where they have not been timed
-        stay = MULTIPROCESSORS - blocks
+        stay = (MULTIPROCESSORS - blocks) // 2 * 2  # blocks of records are clusters of two
         early = 40 if chains * heads <= 12 else 0
         for rounds in range(items // BLOCKS_OF_RECORDS + 1):
             beside = chunk_us[columns] * (1.0 if transition else beside_records(columns, blocks, chains, softplus))

@@ -2,7 +2,8 @@
 
 A worker is 256 threads. Alone on the chip, two blocks of one worker each share a multiprocessor, and each has a run of items,
 slot by slot with the heads inside. Beside the recurrence a block has two workers and a multiprocessor of its own, because small
-blocks would spread over all of them and leave none to the recurrence. Items are then dealt out one by one in the order of
+blocks would spread over all of them and leave none to the recurrence; two blocks are a cluster, so that neighbours are left to
+it, which the two halves of a head need. Items are then dealt out one by one in the order of
 need: some rounds to all workers, the rest to those that stay when the others have left their multiprocessors to the
 recurrence. Needed first are chunks with the most chunks of their row behind them: rows are aligned at their ends, and a level
 of this order has one chunk of every row that is long enough.
@@ -149,15 +150,18 @@ def finish(inputs: cutlass.Constexpr, tidx: Int32):
 
 
 @cute.jit
-def deal(slots: Int32, heads: Int32, block: Int32, blocks: Int32, worker: Int32, turns, overlapped: cutlass.Constexpr):
-    """A worker's part of the items: an equal run, or its turns among all workers and among those that stay."""
+def deal(
+    plan, slots: Int32, heads: Int32, block: Int32, blocks: Int32, worker: Int32, turns, overlapped: cutlass.Constexpr
+):
+    """A worker's part of the items: an equal run, or its turns among all workers and among those that stay.
+
+    plan: what cuts rows into chunks: mCu, mEntryCu, has_entries, min_tokens, first_chunk.
+    """
+    if const_expr(not overlapped):
+        first, stop = equal_run(plan, slots, heads, block, blocks)
+        return {"first": first, "stop": stop}
     stay, rounds, early = turns
     items = Int64(slots) * Int64(heads)
-    if const_expr(not overlapped):
-        return {
-            "first": Int32(items * Int64(block) // Int64(blocks)),
-            "stop": Int32(items * Int64(block + 1) // Int64(blocks)),
-        }
     count = workers_of_block(overlapped)
     stay = cutlass.min(stay, blocks)
     first_staying = rounds * blocks * count + block + worker * stay
@@ -170,6 +174,49 @@ def deal(slots: Int32, heads: Int32, block: Int32, blocks: Int32, worker: Int32,
         "staying": stay * count,
         "first_staying": first_staying if block < stay else Int32(items),
     }
+
+
+@cute.jit
+def equal_run(plan, slots: Int32, heads: Int32, block: Int32, blocks: Int32):
+    """A worker's first item and the one behind its last; all lanes of one warp.
+
+    With up to 32 rows runs have equal numbers of items whose slot has a chunk, and a slot that has none belongs to the run of the
+    chunk before it. With more rows they have equal numbers of items.
+    """
+    mCu, mEntryCu, has_entries, min_tokens, first_chunk = plan
+    rows, lane, items = cute.size(mCu, mode=[0]) - 1, cute.arch.lane_idx(), Int64(slots) * Int64(heads)
+    first, stop = (Int32(items * Int64(at) // Int64(blocks)) for at in (block, block + 1))
+    if rows <= 32:
+        row = lane if lane < rows else rows - 1
+        begin = first_slot(mCu, mEntryCu, row, has_entries)
+        length = Int32(mCu[row + 1]) - Int32(mCu[row])
+        end = begin + ((length + CHUNK - 1) >> 6)
+        if has_entries != 0:
+            end = first_slot(mCu, mEntryCu, row + 1, has_entries)
+        end = end if (length >= min_tokens) & (lane < rows) else begin
+        begin, end = clamp(begin - first_chunk, slots), clamp(end - first_chunk, slots)
+        reached = end - begin
+        for step in cutlass.range_constexpr(5):
+            below = cute.arch.shuffle_sync_up(reached, offset=1 << step, mask_and_clamp=0)
+            if lane >= 1 << step:
+                reached += below
+        chunks = Int64(cute.arch.shuffle_sync(reached, 31)) * Int64(heads)
+        first, stop = (
+            item_of_rank(Int32(chunks * Int64(at) // Int64(blocks)), slots, heads, begin, end, reached)
+            for at in (block, block + 1)
+        )
+        stop = stop if block + 1 < blocks else Int32(items)
+    return first, stop
+
+
+@cute.jit
+def item_of_rank(rank: Int32, slots: Int32, heads: Int32, begin: Int32, end: Int32, reached: Int32) -> Int32:
+    """The item behind `rank` items that have a chunk; a lane has the slots of a row's chunks and their number up to there."""
+    turn, before = rank // heads, reached - (end - begin)
+    slot = begin + turn - before if (turn >= before) & (turn < reached) else Int32(-1)
+    slot = cute.arch.warp_redux_sync(slot, "max")
+    item = slot * heads + rank % heads if slot >= 0 else slots * heads
+    return item if rank > 0 else Int32(0)
 
 
 def flag_address(inputs, slot, local_head):

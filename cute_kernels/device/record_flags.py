@@ -1,8 +1,8 @@
 """Ready flags of chunk records: a recurrence that runs beside the kernel which makes its records.
 
-Two launches on one stream: the records kernel first, an ordinary launch; the recurrence directly behind it, a programmatic
-dependent launch (`use_pdl=True`). A flag is a 32-bit word in global memory, one for each record, of arbitrary content
-before the call.
+Two launches on one stream: the records kernel first, an ordinary launch or one that waits for all before it at its start; the
+recurrence directly behind it, a programmatic dependent launch (`use_pdl=True`). A flag is a 32-bit word in global memory, one
+for each record, of arbitrary content before the call.
 
     records kernel, each block                          recurrence, each block
     clear_flag of the records it will make itself       join, one thread, then a block barrier
@@ -22,7 +22,7 @@ warp's barrier hands that on, and a proxy fence orders the bulk copy behind it.
 before every block of the records kernel is: it can only take multiprocessors that they have left over. Where launches are
 made one after the other (a profiler, a full chip) all flags are set when the recurrence starts.
 
-**Launches before and after.** The records kernel starts when everything before it has ended, so its blocks and, behind them,
+**Launches before and after.** The records kernel begins when everything before it has ended, so its blocks and, behind them,
 those of the recurrence may write whatever earlier launches read: slots, outputs, a workspace that the allocator gave out
 again. `join` drops what the first-level cache holds from before. What the recurrence writes the records kernel must not
 read. `leave` returns when the records kernel has ended; a launch behind the recurrence hence finds both complete. One

@@ -143,6 +143,8 @@ class KdaPrefill:
             block=[self.threads, 1, 1],
             max_number_threads=[self.threads, 1, 1],
             min_blocks_per_mp=1,
+            # The halves of a head start at once: a later one would read its records from memory again.
+            cluster=[2, 1, 1] if slabs == 1 else None,
             stream=stream,
             use_pdl=self.key.overlapped,
         )  # fmt: skip

@@ -156,10 +156,13 @@ class KdaRecords:
             mEnds, mTable, mRecords, mFlags, scale, lower_bound, l2norm, has_entries, min_tokens, first_chunk, first_head, heads,
             group_size, stay, rounds, early, long_length, parts, input_layout,
         ).launch(
-            grid=[cutlass.min(cute.size(mTable, mode=[0]) * heads, blocks), 1, 1],
+            grid=[cutlass.min((cute.size(mTable, mode=[0]) * heads + 1) // 2 * 2, blocks), 1, 1],
             block=[kda_items.workers_of_block(self.key.overlapped) * THREADS, 1, 1],
             max_number_threads=[2 * THREADS, 1, 1],  # caps registers so that two blocks fit an SM
+            # Multiprocessors are left to the recurrence in pairs of neighbours, as the halves of a head need them.
+            cluster=[2, 1, 1] if self.key.overlapped else None,
             stream=stream,
+            use_pdl=True,
         )  # fmt: skip
 
     @cute.kernel
@@ -208,10 +211,16 @@ class KdaRecords:
             cute.arch.mbarrier_init(loaded + 1, 2)
             cute.arch.mbarrier_init(loaded + 2, 2 * kda_items.OTHERS)
             cute.arch.mbarrier_init_fence()
+        if warp == LOADER:
+            for tma in (tma_g, tma_k, tma_q):
+                cpasync.prefetch_descriptor(tma)
+        # Everything before this launch has ended; here it touches global memory for the first time.
+        cute.arch.griddepcontrol_wait()
         names = ("columns", "lower", "partial", "totals", "tables", "sums", "beta", "bias", "info")
         at = {name: getattr(storage, name).data_ptr().toint() for name in names}
         slots, turns = cute.size(mTable, mode=[0]), (stay, rounds, early)
-        dealt = kda_items.deal(slots, heads, block, blocks, worker, turns, self.key.overlapped)
+        plan = (mCu, mEntryCu, has_entries, min_tokens, first_chunk)
+        dealt = kda_items.deal(plan, slots, heads, block, blocks, worker, turns, self.key.overlapped)
         start = storage.inputs.data_ptr()
         inputs = Bundle(
             plan=(mCu, mEntryCu, mEnds), table=mTable, k=(tma_k, gK), q=(tma_q, gQ), gate=(tma_g, gG),
@@ -224,9 +233,6 @@ class KdaRecords:
         )  # fmt: skip
         likely = inputs.first % heads  # the first item's head, unless its slot has no chunk
         bias, a_log = gate_parameters(inputs, likely, tidx)
-        if warp == LOADER:
-            for tma in (tma_g, tma_k, tma_q):
-                cpasync.prefetch_descriptor(tma)
         if tidx == 0:
             kda_items.begin_info(inputs)
         cute.arch.sync_threads()

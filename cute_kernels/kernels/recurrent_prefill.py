@@ -121,6 +121,7 @@ class RecurrentPrefill:
         tidx, _, _ = cute.arch.thread_idx()
         place, row_low, row_high = cute.arch.block_idx()
         seq = row_high * GRID_Y + row_low
+        cute.arch.griddepcontrol_launch_dependents()  # what follows waits itself, for the end of this launch
         if seq < n:
             head, column = place // self.tiles, place % self.tiles * self.tile
             # (h + 1/2) HK / HV is never an integer, so truncation gives h // (HV // HK) exactly.

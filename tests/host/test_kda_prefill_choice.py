@@ -29,7 +29,7 @@ def test_both_sides_have_multiprocessors_and_no_round_is_empty(heads, chains, tr
     for slots in (1, 33, 129, 513, 5000):
         plan = overlap(slots, heads, chains, slots / chains, transition, 0.0)
         if plan is not None:
-            assert plan.stay == MULTIPROCESSORS - chains * heads * 128 // plan.columns > 0
+            assert 0 < plan.stay == (MULTIPROCESSORS - chains * heads * 128 // plan.columns) // 2 * 2
             assert 2 * MULTIPROCESSORS * plan.rounds <= slots * heads
             assert plan.rounds == 0 or plan.early == 0
 
@@ -87,6 +87,7 @@ def test_whole_heads_of_several_rows_beside_their_records():
 def test_halves_where_wholes_leave_multiprocessors_idle():
     assert [slabs_per_block(1, heads) for heads in HEADS] == [1] * len(HEADS)
     assert slabs_per_block(6, 16) == slabs_per_block(6, 32) == 1
+    assert slabs_per_block(6, 64) == 1
     assert slabs_per_block(6, 16, equal=True) == slabs_per_block(8, 16) == slabs_per_block(32, 16) == 2
 
 
@@ -110,6 +111,6 @@ def test_records_of_many_heads_are_made_ahead_and_further_for_the_slower_gate(sl
     assert softplus is not None
     assert bounded.columns == softplus.columns == 64
     assert 1 < bounded.rounds < softplus.rounds < slots * 32 // (2 * MULTIPROCESSORS)
-    # Of 1 to 30 rounds, in the mean of several allocations: more for the chain's sake cost more than it gains.
-    assert bounded.rounds <= slots // 40
+    # Of 0 to 31 rounds, in the mean of several allocations, 4 to 6 and 13 to 20 end soonest, softplus 6 to 8 and 22 to 28.
+    assert slots // 40 < bounded.rounds <= slots // 25
     assert softplus.rounds <= slots // 20

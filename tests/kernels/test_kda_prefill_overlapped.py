@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 HEADS = 4
 LONG = 256  # rows of so many tokens or more run in parts where a test says so
 # Blocks that stay, rounds of all workers, blocks that are early: the chip shared from the start, few workers with many items, …
-DEALT = ((MULTIPROCESSORS - 16, 0, 8), (3, 0, 3), (MULTIPROCESSORS - 32, 1, 0), (1, 2, 100))
+DEALT = ((MULTIPROCESSORS - 16, 0, 8), (4, 0, 3), (MULTIPROCESSORS - 32, 1, 0), (2, 2, 100))
 COLUMNS = (16, 32, 64, 128)  # V columns of a block
 LENGTHS = ([64], [1], [2048], [300, 17, 1000], [0, 130, 0, 64, 0], [640] * 8, [3, 2, 1, 900], [70] * 32)
 
