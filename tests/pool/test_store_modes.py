@@ -2,17 +2,20 @@
 
 import logging
 import pickle
+from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from compact_state.pool import ConfigError, PoolClosedError, StateIOError, StuckLeaseError
+from compact_state.pool import ConfigError, PoolClosedError, StateIOError, StuckLeaseError, store_base
 from compact_state.pool.mooncake import MooncakeConfig, error_of, is_transport
 from compact_state.pool.store_keys import StoreIdentity
 from compact_state.pool.store_report import register_store_metrics
 from compact_state.pool.store_transfer import StateTransfer
-from compact_state.pool.store_types import Job, StoreSettings
+from compact_state.pool.store_types import Completion, Job, StoreSettings
 from tests.pool.store_rig import PROMPT, QUICK, Rig, stored_by_another
 
 # The pool's modes
@@ -234,3 +237,64 @@ def test_failures_are_counted_by_class_and_do_not_flood_the_log(make, caplog):
     assert registry.get_sample_value("compact_state_store_events_total", {"event": "finds"}) == 20
     assert registry.get_sample_value("compact_state_store_breaker_open") == 0
     assert 1 <= len(caplog.records) < 10
+
+
+def by_hand(make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[float], list[Any]]:
+    """A store whose clock is set by hand and whose only rank takes notes."""
+    store, now, notes = make().store, [100.0], []
+    monkeypatch.setattr(store, "_clock", lambda: now[0])
+    note = lambda what: lambda: notes.append(what)
+    port = SimpleNamespace(submit=notes.append, attach=note("attach"), detach=note("detach"))
+    monkeypatch.setattr(store, "ports", [port])
+    return store, now, notes
+
+
+def test_a_bad_key_goes_when_its_lease_has_run_out_and_is_given_up_in_the_end(make, monkeypatch):
+    store, now, jobs = by_hand(make, monkeypatch)
+    store._doomed.append(store_base.Doomed(101.0, 0, "a key", "its name"))
+    store._avoid("its name", 1e9, puts=True)
+    for tries in range(store_base.MAX_REMOVALS):
+        store._remove_bad(now[0] + 0.99)
+        assert len(jobs) == tries, "still under lease"
+        now[0] += 1.0
+        store._remove_bad(now[0])
+        assert [(job.kind, job.keys) for job in jobs[tries:]] == [("remove", ("a key",))]
+        store._removed(Completion(jobs[-1].op, "remove", False), now[0])
+        now[0] += store.settings.remove_after_s - 1.0
+    store._remove_bad(now[0] + 100)
+    assert len(jobs) == store_base.MAX_REMOVALS
+    assert (store.counters.keys_removed, len(store._doomed), "its name" in store._avoided) == (0, 0, False)
+    store._doomed.append(store_base.Doomed(0.0, 0, "another", "its name"))
+    store._remove_bad(now[0])
+    store._removed(Completion(jobs[-1].op, "remove", True), now[0])
+    assert (store.counters.keys_removed, len(store._doomed)) == (1, 0)
+
+
+def test_memory_is_registered_once_a_life(make, monkeypatch):
+    store, _, notes = by_hand(make, monkeypatch)
+    store._follow_pool()
+    assert notes == []
+    monkeypatch.setattr(store.ledger, "incarnation", store.ledger.incarnation + 1)
+    for _ in range(3):
+        store._follow_pool()
+    assert notes == ["detach", "attach"]
+    monkeypatch.setattr(store, "_closed", True)
+    monkeypatch.setattr(store.ledger, "incarnation", store.ledger.incarnation + 1)
+    store._follow_pool()
+    assert notes == ["detach", "attach"]
+
+
+def test_names_that_are_not_asked_for_are_forgotten_in_time_and_in_number(make, monkeypatch):
+    store, now, _ = by_hand(make, monkeypatch)
+    monkeypatch.setattr(store_base, "MAX_AVOIDED", 2)
+    for text, puts in (("a", False), ("b", True), ("a", False), ("c", False)):
+        store._avoid(text, 5.0, puts=puts)
+    named = lambda text, **options: store._avoids(SimpleNamespace(text=text), **options)
+    assert [named(text) for text in "abc"] == [True, False, True], "b went first: a was named again"
+    store._avoid("b", 5.0, puts=True)
+    assert named("b", put=True)
+    assert not named("c", put=True)
+    now[0] += 5.0
+    assert not named("b")
+    assert not store._avoided or "b" not in store._avoided
+    store.new_weights(None)  # says that there are none, whatever the pool has
