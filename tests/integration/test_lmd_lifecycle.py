@@ -123,6 +123,7 @@ def test_a_plan_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch
     assert free_blocks(flow) == blocks
     assert flow.serve(prompt(330), 3).cached_tokens == 0
     assert flow.checkpoints == [128, 256, 330]
+    assert flow.scheduler.state_checkpoints._pending == {}
 
 
 def test_an_end_that_is_no_safe_boundary_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
