@@ -11,6 +11,7 @@ import torch
 from .checkpoints import Checkpoints
 from .compile.cache import jit_cache
 from .configs.gdn_records import (
+    CHUNK,
     COLUMNS,
     MOST_ROWS,
     NO_ROW,
@@ -20,6 +21,7 @@ from .configs.gdn_records import (
     GdnRecurrenceKey,
     forms,
     parts_from_records,
+    plan_of_row,
     recurrence_slabs,
     takes_columns,
 )
@@ -38,8 +40,8 @@ gdn_records = jit_cache("gdn_records")
 gdn_recurrence = jit_cache("gdn_recurrence")
 segment_states = jit_cache("segment_states")
 
-CHUNK = 64  # tokens
 FIRST_FORMS: tuple[tuple[Literal[1, 2], ...], ...] = ((), (1, 2), (1,))  # of the recurrence, by who chooses
+NO_PLAN = (0, 0, 0, 0)  # of records: the kernel's to find
 STATE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
@@ -122,9 +124,13 @@ def launch_chunked(
         made = torch.empty(chunk_slots * hv, RECORD_BYTES // 4, dtype=torch.int32, device=q.device)
         first = slabs or recurrence_slabs(hv * rows)
         blocks = width // COLUMNS if columns else 3 - first  # of a head
+        plan_of_records = NO_PLAN
+        if rows == 1 and not entries and not choose:
+            cut = recorded_parts if recorded_rows else 1
+            plan_of_records = plan_of_row(tokens, hv, hv // hk, blocks, cut, lead)
         gdn_records(GdnRecordsKey())(
             q, k, a, b, A_log, dt_bias, cu_seqlens, *plan, made, *sizes, l2norm, min_tokens,
-            long_length if recorded_rows else NO_ROW, recorded_parts, lead, blocks, hv // hk, choose, scale,
+            long_length if recorded_rows else NO_ROW, recorded_parts, lead, blocks, hv // hk, choose, *plan_of_records, scale,
         )  # fmt: skip
         if columns:
             gdn_columns(GdnColumnsKey(name))(q, k, v, *places, made, *sizes, *recorded_cut)

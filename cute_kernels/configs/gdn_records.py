@@ -20,6 +20,8 @@ MOST_CHOSEN_ROWS = 256  # of a call that lengths choose a form for, see device/g
 MOST_HEADS = 96  # of all rows of such a call
 NO_ROW = 2**31 - 1  # tokens that no row has
 WORKSPACE_BYTES = 1 << 29  # most that a call may take for records
+CHUNK = 64  # tokens
+WORKERS = 3  # of a block that makes records
 COLUMNS = 16  # of V, of a block of `kernels/gdn_columns.py`
 CHUNK_US = {1: 1.1, 2: 1.6}  # of the recurrence, of a block with half a head and with a whole one
 
@@ -99,6 +101,29 @@ def parts_from_records(hv: int) -> int:
     return parts if parts > 2 else 1
 
 
+def plan_of_row(tokens: int, heads: int, together: int, width: int, parts: int, lead: int) -> tuple[int, int, int, int]:
+    """(stay, early, single, total) of a call of one row without kept states, which may have all its tokens.
+
+    See `device/gdn_chains.py`, `shares` and `deal`: of other calls the kernel finds it, while nothing else is under way. Of a cut
+    row more records are made beside the first chains than there, where those of rows of other lengths would wait.
+    together: value heads of a key head. width: blocks of a head's chain. parts, lead: of the row, 1 where it is not cut.
+    """
+    chunks = max(-(-tokens // CHUNK), 1)
+    blocks = min((tokens // CHUNK + 1) * heads, MULTIPROCESSORS)
+    longest, inner, total = chunks, 0, chunks * heads
+    if parts > 1:
+        inner = -(-2 * chunks // (2 * parts - 2 + lead))
+        longest = (lead * inner + 1) // 2
+    stay = blocks - heads * width
+    ahead = longest * (4 if width >= 4 else 7 if width == 2 else 10) // 8 - inner
+    if stay <= blocks // 4 or ahead <= 0:
+        return 0, 0, -1, total
+    early = max(total - stay * ahead, 0)
+    single = min(chunks, -(-WORKERS * (blocks if early else stay) // heads)) * heads
+    total = single + (total - single) // together
+    return stay, min(early, single + max(early - single, 0) // together), single, total
+
+
 def recurrence_slabs(items: int, taken: int = 0) -> Literal[1, 2]:
     """Half a head a block where that ends sooner for so many items of whole heads; a function of shapes alone.
 
@@ -134,4 +159,4 @@ def shipped() -> list[Entry]:
         Entry("gdn_columns", GdnColumnsKey(state), ResourceBudget(max_registers=128))
         for state in ("float32", "bfloat16")
     ]
-    return [*columns, Entry("gdn_records", GdnRecordsKey(), ResourceBudget(max_registers=168)), *chunks]
+    return [*columns, Entry("gdn_records", GdnRecordsKey(), ResourceBudget(max_registers=128)), *chunks]

@@ -6,7 +6,7 @@ ulp. Where two kernels promise equal bits they use `mul_rn` and `fma_rn`, which 
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32, Uint32
 from cutlass._mlir.dialects import llvm
 
 
@@ -85,3 +85,8 @@ def decay_of(g: Float32) -> Float32:
 def round_to(x: Float32, dtype: cutlass.Constexpr) -> Float32:
     """x rounded to `dtype` and back."""
     return Float32(dtype(x)) if cutlass.const_expr(dtype is not Float32) else x
+
+
+def divide(value, by) -> Int32:
+    """Quotient of two numbers that are not negative: half the instructions of a signed division, which rounds down."""
+    return Int32(Uint32(value) // Uint32(by))

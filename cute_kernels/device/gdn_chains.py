@@ -20,6 +20,7 @@ from cutlass import Int32
 
 from ..configs.gdn_records import MOST_CHOSEN_ROWS
 from ..configs.prefill import MULTIPROCESSORS
+from .arith import divide
 from .kda_layout import first_slot
 from .prefill_layout import CHUNK
 from .prefill_schedule import led_segment_bounds
@@ -30,7 +31,6 @@ ROWS = 32  # with chunks, at most: one a lane
 BY_SHAPES, OR_WHOLES, OR_ONE_LAUNCH = range(3)
 # Words of a row's line in shared memory, OFFSET the steps before its first one; the end of its entries is behind ENTRY.
 BEGIN, LENGTH, FIRST_SLOT, OFFSET, ENTRY = range(5)
-FOUND_BYTES = 32  # what `write_rows` and `shares` found
 PLAN_BYTES = 48  # what a worker's units follow from
 LINE_BYTES = 32
 TABLE_BYTES = ROWS * LINE_BYTES
@@ -110,7 +110,7 @@ def write_rows(
     lead: Int32,
     lane: Int32,
 ):
-    """One warp writes the table of rows; returns steps of the longest row, chunks of all, length in chunks of the longest first
+    """A warp writes its table of rows; returns steps of the longest row, chunks of all, length in chunks of the longest first
     chain, how many are about that long (where rows are cut, all), and chunks of a segment behind the first one, 0 without."""
     rows = cute.size(mCu) - 1
     begin, length, slot, entry, entry_end, size, chain, inner = (Int32(0) for _ in range(8))
@@ -144,6 +144,15 @@ def write_rows(
 
 
 @cute.jit
+def write_row(table: Int32, begin: Int32, end: Int32, min_tokens: Int32):
+    """The line of a call's only row of these bounds, without entries; all lanes of a warp. A row without chunks has length -1."""
+    length = end - begin if end - begin >= min_tokens else Int32(-1)
+    store_shared(table, begin, length, begin >> 6, Int32(0))
+    store_shared(table + 4 * ENTRY, Int32(0), Int32(0))
+    cute.arch.sync_warp()
+
+
+@cute.jit
 def shares(
     chunks: Int32,
     longest: Int32,
@@ -152,9 +161,10 @@ def shares(
     heads: Int32,
     together: Int32,
     width: Int32,
+    workers: cutlass.Constexpr,
     blocks: Int32,
 ):
-    """(stay, early): blocks that go on behind the first share, and how many records all blocks make together before.
+    """(stay, early, single, total) for `deal`; those of one row without kept states are `configs/gdn_records.plan_of_row`.
 
     A multiprocessor makes a record in 1.4 us, a chain takes 1.2 us a chunk with half a head a block, 1.7 us with a whole one,
     0.7 us with an eighth.
@@ -171,8 +181,72 @@ def shares(
         cost = Int32(45) if together == 2 else cost
         ahead, least = (35 * longest - 43 * inner) // cost, 2 * blocks
     early = cutlass.max(total - stay * ahead, least)
-    split = (width > 0) & (stay > blocks // 4) & (ahead > 0)
-    return (stay if split else Int32(0)), (early if split else total)
+    single = Int32(-1)
+    if (width > 0) & (stay > blocks // 4) & (ahead > 0):
+        round_of_all = workers * (blocks if early > 0 else stay)
+        single = cutlass.min(chunks, divide(round_of_all + heads - 1, heads)) * heads
+        total = single + divide(total - single, together)
+        early = early if early <= single else single + divide(early - single, together)
+    else:
+        stay = Int32(0)
+    return stay, early, single, total
+
+
+@cute.jit
+def places_of_chunks(table: Int32, chunk: Int32, steps: Int32, lane: Int32):
+    """`place_of_chunk` of a chunk of each lane; all lanes of one warp."""
+    offset = load_shared(table + lane * LINE_BYTES + 4 * OFFSET, 1, Int32)
+    step, base, alive, rows = Int32(0), Int32(0), Int32(1), Int32(1)
+    at, passed = Int32(0), Int32(0)
+    while at < steps:
+        mask = cute.arch.vote_ballot_sync(offset <= at)
+        following = cute.arch.warp_redux_sync(offset if offset > at else steps, "min")
+        count = cute.arch.popc(mask)
+        reached = chunk >= passed
+        step, base = (at if reached else step), (passed if reached else base)
+        alive, rows = (mask if reached else alive), (count if reached else rows)
+        passed, at = passed + (following - at) * count, following
+    ahead = divide(chunk - base, rows)
+    row = cute.arch.inline_ptx(
+        "fns.b32 {$w0}, {$r0}, 0, {$r1};",
+        write_only_types=[Int32],
+        read_only_args=[alive, chunk - base - ahead * rows + 1],
+    )
+    return row, step + ahead - load_shared(table + row * LINE_BYTES + 4 * OFFSET, 1, Int32)
+
+
+@cute.jit
+def deal(
+    own: Int32,
+    stay: Int32,
+    early: Int32,
+    single: Int32,
+    total: Int32,
+    mirror: Int32,
+    steps: Int32,
+    worker: Int32,
+    workers: cutlass.Constexpr,
+    block: Int32,
+    blocks: Int32,
+):
+    """Write to `own` which units the worker takes; all lanes of a warp, which reads them.
+
+    Where blocks leave early, units go round: to one worker of each block before a second one, the first `early` to all, the
+    others to blocks that stay; of the first chunks, one round, a unit is one head (`single` such units), so that no chain waits
+    for its start, of the others `together` heads. Otherwise a worker has an equal run of all records (`total`), and a unit is
+    what it makes of one chunk.
+    """
+    if stay == 0:
+        number = block * workers + worker
+        first, stop = divide(total * number, workers * blocks), divide(total * (number + 1), workers * blocks)
+        store_shared(own, first, Int32(0), Int32(0), stop)
+    else:
+        late = early + worker * stay + block if block < stay else total
+        first = worker * blocks + block
+        store_shared(own, first if first < early else late, early, late, total)
+    store_shared(own + 16, workers * blocks, workers * stay, steps, single)
+    store_shared(own + 32, mirror)
+    cute.arch.sync_warp()
 
 
 @cute.jit
@@ -189,48 +263,12 @@ def place_of_chunk(table: Int32, chunk: Int32, steps: Int32, lane: Int32):
         searching = (chunk - base >= span) & (following < steps)
         base = base + span if searching else base
         step = following if searching else step
-    ahead = (chunk - base) // rows
+    ahead = divide(chunk - base, rows)
     rank = chunk - base - ahead * rows
     before = cute.arch.popc(alive & ((Int32(1) << lane) - 1))
     hit = cute.arch.vote_ballot_sync((offset <= step) & (before == rank))
     row = cute.arch.make_warp_uniform(cute.arch.popc(hit - 1) & 31)
     return row, step + ahead - load_shared(table + row * LINE_BYTES + 4 * OFFSET, 1, Int32)
-
-
-@cute.jit
-def deal(
-    plan: Int32,
-    own: Int32,
-    worker: Int32,
-    workers: cutlass.Constexpr,
-    block: Int32,
-    blocks: Int32,
-    heads: Int32,
-    together: Int32,
-):
-    """One thread: from what `write_rows` and `shares` found (at `plan`) to which units the worker takes (at `own`).
-
-    Where blocks leave early, units go round: to one worker of each block before a second one, the first `early` to all, the
-    others to blocks that stay; of the first chunks, one round, a unit is one head, so that no chain waits for its start, of the
-    others `together` heads. Otherwise a worker has an equal run of records, and a unit is what it makes of one chunk.
-    """
-    steps, chunks, stay, early = load_shared(plan, 4, Int32)
-    inner = load_shared(plan + 16, 1, Int32)
-    store_shared(own + 32, chunks if inner > 0 else Int32(0))
-    if stay == 0:
-        records, number = chunks * heads, block * workers + worker
-        first, stop = records * number // (workers * blocks), records * (number + 1) // (workers * blocks)
-        store_shared(own, first, Int32(0), Int32(0), stop)
-        store_shared(own + 16, Int32(0), Int32(0), steps, Int32(-1))
-    else:
-        round_of_all = workers * (blocks if early > 0 else stay)
-        single = cutlass.min(chunks, (round_of_all + heads - 1) // heads) * heads
-        total = single + (chunks * heads - single) // together
-        early = early if early <= single else single + (early - single) // together
-        late = early + worker * stay + block if block < stay else total
-        first = worker * blocks + block
-        store_shared(own, first if first < early else late, early, late, total)
-        store_shared(own + 16, workers * blocks, workers * stay, steps, single)
 
 
 @cute.jit
@@ -240,25 +278,40 @@ def following_unit(own: Int32, unit: Int32, heads: Int32):
     stride, late_stride, _, single = load_shared(own + 16, 4, Int32)
     following = unit + (stride if unit < early else late_stride)
     following = late if (unit < early) & (following >= early) else following
-    following = following if single >= 0 else (unit // heads + 1) * heads
+    following = following if single >= 0 else (divide(unit, heads) + 1) * heads
     return cute.arch.make_warp_uniform(first if unit < 0 else following), cute.arch.make_warp_uniform(total)
 
 
 @cute.jit
-def span_of_unit(table: Int32, own: Int32, unit: Int32, heads: Int32, together: Int32, lane: Int32):
+def records_of_unit(unit: Int32, single: Int32, together: Int32):
+    """First record of a unit in the order of need, and how many it has, 1 of an equal run."""
+    alone = (single < 0) | (unit < single)
+    return (unit if alone else single + (unit - single) * together), (Int32(1) if alone else together)
+
+
+@cute.jit
+def unit_of_turn(own: Int32, turn: Int32):
+    """The worker's `turn`-th unit, not below `total` (returned too) where there is none; of an equal run its records in turn."""
+    first, early, late, total = load_shared(own, 4, Int32)
+    stride, late_stride, _, single = load_shared(own + 16, 4, Int32)
+    turns = divide(early - first + stride - 1, stride) if first < early else Int32(0)
+    unit = first + turn * stride if turn < turns else late + (turn - turns) * late_stride
+    return (first + turn if single < 0 else unit), total
+
+
+@cute.jit
+def span_of_unit(table: Int32, own: Int32, rows: Int32, unit: Int32, heads: Int32, together: Int32, lane: Int32):
     """(row, chunk of the row, first head, heads) of a unit of the worker; all lanes of one warp."""
     total = load_shared(own + 12, 1, Int32)
     steps, single = load_shared(own + 24, 2, Int32)
-    chunk = unit // heads
-    head, count = unit - chunk * heads, Int32(1)
-    if single < 0:
-        count = cutlass.min(heads - head, total - unit)
-    elif unit >= single:
-        units = heads // together
-        rest = unit - single
-        ahead = rest // units
-        chunk, head, count = single // heads + ahead, (rest - ahead * units) * together, together
-    mirror = load_shared(own + 32, 1, Int32)
-    row, place = place_of_chunk(table, mirror - 1 - chunk if mirror > 0 else chunk, steps, lane)
-    size = steps - load_shared(table + row * LINE_BYTES + 4 * OFFSET, 1, Int32)
-    return row, (size - 1 - place if mirror > 0 else place), head, count
+    record, count = records_of_unit(unit, single, together)
+    chunk = divide(record, heads)
+    head = record - chunk * heads
+    count = cutlass.min(heads - head, total - unit) if single < 0 else count
+    row, place = Int32(0), chunk
+    if rows > 1:
+        mirror = load_shared(own + 32, 1, Int32)
+        row, place = place_of_chunk(table, mirror - 1 - chunk if mirror > 0 else chunk, steps, lane)
+        size = steps - load_shared(table + row * LINE_BYTES + 4 * OFFSET, 1, Int32)
+        place = size - 1 - place if mirror > 0 else place
+    return row, place, head, count

@@ -1,6 +1,6 @@
 """Records of GDN prefill: everything of a chunk that does not depend on the state, for all chunks, beside their recurrence.
 
-A block stays on its multiprocessor. Each of its three warpgroups, the *workers*, takes units of its own, one chunk with
+A block stays on its multiprocessor. Each of three of its warpgroups, the *workers*, takes units of its own, one chunk with
 `together` value heads, in the order in which the recurrence needs them (`device/gdn_chains.py`). Of an item, one head of a unit,
 it computes T', P and the vectors of `device/gdn_records.py` by the functions, and so with the bits, of the roles of
 `kernels/gdn_prefill.py`:
@@ -8,7 +8,8 @@ it computes T', P and the vectors of `device/gdn_records.py` by the functions, a
     of a key head   TMA of K and Q, squares of query rows, K K^T, Q K^T, norms; the products stay in registers for its value heads
     all             vectors, L, substitution, merges, P
     warp 3          gates of the next item while the others merge, from a and b loaded an item ahead
-    warp 2          record to global memory by bulk stores; its flag while the next item is made
+    warp 0          record to global memory by bulk stores; handed over while the next item is made to a warp without a worker,
+                    which sets the flag (`device/record_flags.py`)
 
 `kernels/gdn_recurrence.py` walks the records. It starts when the flags are cleared and finds the multiprocessors that it wants
 left over: a block here is one multiprocessor's, where smaller blocks would be spread over all of them, and blocks that the
@@ -20,6 +21,7 @@ checkpoint_slots as in `kernels/gdn_prefill.py`, and
     hk, hv, num_slots, has_checkpoints, l2norm, min_tokens, long_length, parts, lead   int32
     width, together                          int32: blocks of a first chain (0: they wait for all records), heads of a unit
     choose                                   int32: who chooses the form, and with it `width`
+    stay, early, single, total               int32: of a call of one row how its records are dealt, `total` 0 of others
     scale                                    fp32
 """
 
@@ -31,21 +33,26 @@ from cutlass.utils import hopper_helpers
 
 from ..compile.cache import cute_compile
 from ..compile.fake import fake_ids, fake_matrix, fake_rows, fake_stream, fake_vector
-from ..configs.gdn_records import RECORD_BYTES
+from ..configs.gdn_records import RECORD_BYTES, WORKERS
+from ..device.arith import divide
 from ..device.gdn_chains import (
     BY_SHAPES,
     ENTRY,
     FIRST_SLOT,
-    FOUND_BYTES,
     LINE_BYTES,
+    OFFSET,
     OR_ONE_LAUNCH,
     PLAN_BYTES,
     TABLE_BYTES,
     deal,
     following_unit,
+    places_of_chunks,
+    records_of_unit,
     shares,
     span_of_unit,
     takes_halves,
+    unit_of_turn,
+    write_row,
     write_rows,
 )
 from ..device.gdn_records import (
@@ -82,11 +89,11 @@ from ..device.prefill_pairs import (
     write_weights,
 )
 from ..device.prefill_schedule import leave_idle
-from ..device.record_flags import clear_flag, publish_bulk, start_recurrence
+from ..device.record_flags import LAST, NONE, clear_flag, hand_over, publish_handed
 from ..device.warp_ops import load_shared, store_shared
 
-WORKERS = 3  # of a block
 THREADS = 128  # of a worker
+WORKER_REGISTERS, OTHER_REGISTERS = 160, 32
 # A worker's shared memory: K, Q, T', P, work matrix, vectors of two items, squares.
 PAIR_TILES = 2 * OPERAND_BYTES
 LOWER = PAIR_TILES + 2 * TILE_BYTES
@@ -94,7 +101,8 @@ VECTORS = LOWER + CHUNK * LOWER_PITCH
 SQUARES = VECTORS + 2 * VECTOR_BYTES
 WORKER_BYTES = -(-(SQUARES + 4 * CHUNK) // 1024) * 1024
 BLOCKS = 132  # resident on the chip at once
-LOADER, STORER, GATES = 1, 2, 3  # warps
+WARPS, STORER, LOADER, GATES = 4, 0, 1, 3  # of a worker, and some of them
+WARP_PLAN = TABLE_BYTES + PLAN_BYTES  # a warp finds items by itself: the first loads wait for no barrier
 
 
 class GdnRecords:
@@ -129,6 +137,10 @@ class GdnRecords:
         width: Int32,
         together: Int32,
         choose: Int32,
+        stay: Int32,
+        early: Int32,
+        single: Int32,
+        total: Int32,
         scale: Float32,
         stream,
     ):
@@ -146,20 +158,23 @@ class GdnRecords:
         @cute.struct
         class Storage:
             workers: cute.struct.Align[cute.struct.MemRange[Uint32, WORKERS * WORKER_BYTES // 4], 1024]
-            rows: cute.struct.Align[cute.struct.MemRange[Int32, TABLE_BYTES // 4], 128]
-            plan: cute.struct.Align[cute.struct.MemRange[Int32, (FOUND_BYTES + WORKERS * PLAN_BYTES) // 4], 16]
+            plans: cute.struct.Align[cute.struct.MemRange[Int32, WORKERS * WARPS * WARP_PLAN // 4], 16]
             loaded: cute.struct.MemRange[cutlass.Int64, WORKERS]
+            full: cute.struct.MemRange[cutlass.Int64, WORKERS]  # of what is handed over
+            empty: cute.struct.MemRange[cutlass.Int64, WORKERS]
+            handed: cute.struct.MemRange[Int32, WORKERS]
 
         self.storage = Storage
         items = cute.size(mRecords, mode=[0])
         self.kernel.set_name_prefix(self.key.symbol(), remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(
             tma_q, gQ, tma_k, gK, mA, mB, mALog, mDtBias, mCuSeqlens, mKeptCu, mKeptEnds, mKeptSlots, mRecords, hk, hv, num_slots,
-            has_checkpoints, l2norm, min_tokens, long_length, parts, lead, width, together, choose, scale, pair_mma, input_layout,
+            has_checkpoints, l2norm, min_tokens, long_length, parts, lead, width, together, choose, stay, early, single, total,
+            scale, pair_mma, input_layout,
         ).launch(
             grid=[cutlass.min(items, Int32(BLOCKS)), 1, 1],
-            block=[WORKERS * THREADS, 1, 1],
-            max_number_threads=[WORKERS * THREADS, 1, 1],
+            block=[(WORKERS + 1) * THREADS, 1, 1],
+            max_number_threads=[(WORKERS + 1) * THREADS, 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
         )  # fmt: skip
@@ -192,6 +207,10 @@ class GdnRecords:
         width: Int32,
         together: Int32,
         choose: Int32,
+        stay: Int32,
+        early: Int32,
+        single: Int32,
+        total: Int32,
         scale: Float32,
         pair_mma: cute.TiledMma,
         input_layout: cute.ComposedLayout,
@@ -203,6 +222,10 @@ class GdnRecords:
         tidx = tidx % THREADS
         warp = cute.arch.make_warp_uniform(tidx // 32)
         lane = tidx % 32
+        begin, end = mCuSeqlens[0], mCuSeqlens[1]  # on their way
+        if warp == LOADER:
+            cpasync.prefetch_descriptor(tma_k)
+            cpasync.prefetch_descriptor(tma_q)
         idle = Int32(0)  # multiprocessors that a launch without work holds while it waits
         if choose != BY_SHAPES:
             idle = Int32(1)
@@ -210,6 +233,71 @@ class GdnRecords:
             leave_idle((choose == OR_ONE_LAUNCH) & (halves == 0), block)
             width = halves + 1
         storage = cutlass.utils.SmemAllocator().allocate(self.storage)
+        if worker == WORKERS:
+            cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
+            if warp == 0:
+                publish_handed(
+                    storage.handed.data_ptr().toint(), storage.full.data_ptr(), storage.empty.data_ptr(), WORKERS,
+                    self.flags(mRecords), RECORD_BYTES, lane,
+                )  # fmt: skip
+            else:
+                cute.arch.sync_threads()
+        else:
+            self.run_worker(
+                storage, worker, tidx, warp, lane, block, blocks, idle, begin, end,
+                tma_q, gQ, tma_k, gK, mA, mB, mALog, mDtBias, mCuSeqlens, mKeptCu, mKeptEnds, mKeptSlots, mRecords, hk, hv,
+                num_slots, has_checkpoints, l2norm, min_tokens, long_length, parts, lead, width, together, choose, stay, early,
+                single, total, scale, pair_mma, input_layout,
+            )  # fmt: skip
+
+    @cute.jit
+    def run_worker(
+        self,
+        storage,
+        worker: Int32,
+        tidx: Int32,
+        warp: Int32,
+        lane: Int32,
+        block: Int32,
+        blocks: Int32,
+        idle: Int32,
+        begin: Int32,
+        end: Int32,
+        tma_q: cute.CopyAtom,
+        gQ: cute.Tensor,
+        tma_k: cute.CopyAtom,
+        gK: cute.Tensor,
+        mA: cute.Tensor,
+        mB: cute.Tensor,
+        mALog: cute.Tensor,
+        mDtBias: cute.Tensor,
+        mCuSeqlens: cute.Tensor,
+        mKeptCu: cute.Tensor,
+        mKeptEnds: cute.Tensor,
+        mKeptSlots: cute.Tensor,
+        mRecords: cute.Tensor,
+        hk: Int32,
+        hv: Int32,
+        num_slots: Int32,
+        has_checkpoints: Int32,
+        l2norm: Int32,
+        min_tokens: Int32,
+        long_length: Int32,
+        parts: Int32,
+        lead: Int32,
+        width: Int32,
+        together: Int32,
+        choose: Int32,
+        stay: Int32,
+        early: Int32,
+        single: Int32,
+        total: Int32,
+        scale: Float32,
+        pair_mma: cute.TiledMma,
+        input_layout: cute.ComposedLayout,
+    ):
+        """A worker's records."""
+        cute.arch.setmaxregister_increase(WORKER_REGISTERS)
         base = storage.workers.data_ptr().toint() + worker * WORKER_BYTES
         sK, sQ = (
             cute.make_tensor(
@@ -221,36 +309,37 @@ class GdnRecords:
             for address in (base, base + OPERAND_BYTES)
         )
         loaded = storage.loaded.data_ptr() + worker
-        table, plan = storage.rows.data_ptr().toint(), storage.plan.data_ptr().toint()
-        if tidx == 0:
+        handed = (
+            storage.handed.data_ptr().toint() + 4 * worker,
+            storage.full.data_ptr() + worker,
+            storage.empty.data_ptr() + worker,
+        )
+        if (warp == LOADER) & (lane == 0):
             cute.arch.mbarrier_init(loaded, 1)
             cute.arch.mbarrier_init_fence()
         k_tile, q_tile, t_tile, p_tile = (
             base + offset for offset in (0, OPERAND_BYTES, PAIR_TILES, PAIR_TILES + TILE_BYTES)
         )
         lower, vector_base, squares = base + LOWER, base + VECTORS, base + SQUARES
-        if (worker == 0) & (warp == 0):
+        table = storage.plans.data_ptr().toint() + (worker * WARPS + warp) * WARP_PLAN
+        own_plan = table + TABLE_BYTES
+        all_rows = cute.size(mCuSeqlens) - 1
+        mirror, steps, planned = Int32(0), Int32(0), total
+        if planned == 0:
             steps, chunks, longest, alike, inner = write_rows(
                 table, mCuSeqlens, mKeptCu, mKeptEnds, has_checkpoints, min_tokens, long_length, parts, lead, lane
             )
-            stay, early = shares(chunks, longest, alike, inner, hv, together, width, blocks - idle)
-            if lane == 0:
-                store_shared(plan, steps, chunks, stay, early)
-                store_shared(plan + 16, inner)
-        # Blocks of T' and P above the diagonal are zero and no one writes them.
-        zero = Uint32(0)
-        for i in cutlass.range_constexpr(2 * TILE_BYTES // 16 // THREADS):
-            store_shared(t_tile + (i * THREADS + tidx) * 16, zero, zero, zero, zero)
-        cute.arch.sync_threads()
-
-        own_plan = plan + FOUND_BYTES + worker * PLAN_BYTES
-        if tidx == 0:
-            deal(plan, own_plan, worker, WORKERS, block, blocks, hv, together)
-        self.join_worker(worker)
-        lists = (mKeptEnds, mKeptSlots, num_slots, table, own_plan, hv, together, lane)
+            mirror = chunks if inner > 0 else mirror
+            stay, early, single, total = shares(
+                chunks, longest, alike, inner, hv, together, width, WORKERS, blocks - idle
+            )
+        deal(own_plan, stay, early, single, total, mirror, steps, worker, WORKERS, block, blocks)
+        lists = (mKeptEnds, mKeptSlots, num_slots, table, own_plan, all_rows, hv, together, lane)
         gates = (mA, mB, mALog, mDtBias)
-        group = hv // hk
-        unit, left, slot, token, count, head = self.next_item(Int32(-1), *[Int32(0)] * 5, *lists)
+        group = divide(hv, hk)
+        unit, left, slot, token, count, head = self.next_item(
+            Int32(-1), *[Int32(0)] * 5, *lists, (planned, begin, end, min_tokens)
+        )
         thread = pair_mma.get_slice(tidx)
         left_k = pair_mma.make_fragment_A(thread.partition_A(sK))
         left_q = pair_mma.make_fragment_A(thread.partition_A(sQ))
@@ -263,25 +352,27 @@ class GdnRecords:
         raw, logit, bias, log_rate = [Float32(0.0)] * 2, [Float32(0.0)] * 2, Float32(0.0), Float32(0.0)
         if count >= 0:  # under way while flags are cleared
             if warp == LOADER:
-                self.load_inputs(tma_q, gQ, tma_k, gK, sQ, sK, token, head // group, loaded)
+                self.load_inputs(tma_q, gQ, tma_k, gK, sQ, sK, token, divide(head, group), loaded)
             if warp == GATES:
                 raw, logit, bias, log_rate = self.load_gates(*gates, token, count, head, lane)
-        self.clear_flags(mRecords, table, own_plan, hv, together, warp, lane)
-        start_recurrence()
-        if count >= 0:
-            if warp == GATES:
-                rate = -cute.math.exp(log_rate, fastmath=True)
-                write_gates(raw, logit, bias, rate, count, vector_base, lane)
-        unit, left, next_slot, next_token, next_count, next_head = self.next_item(
-            unit, left, slot, token, count, head, *lists
-        )
-        if (warp == GATES) & (next_count >= 0):
-            raw, logit, bias, log_rate = self.load_gates(*gates, next_token, next_count, next_head, lane)
+        # Blocks of T' and P above the diagonal are zero and no one writes them.
+        zero = Uint32(0)
+        for i in cutlass.range_constexpr(2 * TILE_BYTES // 16 // THREADS):
+            store_shared(t_tile + (i * THREADS + tidx) * 16, zero, zero, zero, zero)
+        self.clear_flags(mRecords, *lists[3:], warp)
+        cute.arch.sync_threads()
+        alone = (planned > 0) & (stay > 0) & (width >= 4) & (block < hv)
+        if alone & (worker > 0):  # the first chunks' records come sooner with a multiprocessor of their own
+            cute.arch.barrier(barrier_id=WORKERS + 1, number_of_threads=WORKERS * THREADS)
         fresh, parity, place = Int32(1), Int32(0), Int32(0)
         factors = [Float32(0.0)] * 2
         query_factor = Float32(0.0)
-        made = Int32(-1)  # record that the flag is to be set of
+        is_first, owed = Int32(1), Int32(-1)  # a record to hand over
+        turn, closed = Int32(0), Int32(0)
         while count >= 0:
+            unit, left, next_slot, next_token, next_count, next_head = self.next_item(
+                unit, left, slot, token, count, head, *lists
+            )
             vector = vector_base + place * VECTOR_BYTES
             other = vector_base + (place ^ 1) * VECTOR_BYTES
             if fresh != 0:
@@ -290,9 +381,6 @@ class GdnRecords:
                 if count < CHUNK:
                     zero_rows(k_tile, rows, 16, count, lane)
                     zero_rows(q_tile, rows, 16, count, lane)
-                write_squares(q_tile, squares, rows, 16, lane)
-                query_factor = load_shared(squares + (rows + (lane & 15)) * 4, 1)
-                query_factor = inverse_norm(query_factor, rows + (lane & 15) < count, l2norm) * scale
                 self.join_worker(worker)
                 warpgroup.fence()
                 for k in cutlass.range_constexpr(HEAD // 16):
@@ -302,11 +390,21 @@ class GdnRecords:
                     pair_mma.set(warpgroup.Field.ACCUMULATE, k != 0)
                     cute.gemm(pair_mma, qk, left_q[None, None, k, 0], right_k[None, None, k, 0], qk)
                 warpgroup.commit_group()
+                if (is_first != 0) & (warp == GATES):
+                    rate = -cute.math.exp(log_rate, fastmath=True)
+                    write_gates(raw, logit, bias, rate, count, vector, lane)
+                write_squares(q_tile, squares, rows, 16, lane)
+                query_factor = load_shared(squares + (rows + (lane & 15)) * 4, 1)
+                query_factor = inverse_norm(query_factor, rows + (lane & 15) < count, l2norm) * scale
                 warpgroup.wait_group(0)
                 factors = key_norms(diagonal_block(kk, warp), warp, lane, count, l2norm)
-            if (warp == STORER) & (lane == 0) & (made >= 0):
-                # The record before has left: its tiles and vectors may be written again.
-                publish_bulk(record_address(mRecords, made, 1, 0) + FLAG_OFFSET)
+                if is_first != 0:
+                    self.join_worker(worker)
+            if (warp == GATES) & (next_count >= 0):
+                raw, logit, bias, log_rate = self.load_gates(*gates, next_token, next_count, next_head, lane)
+            if (warp == STORER) & (lane == 0):
+                # The record before has been read: its tiles and vectors may be written again.
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
             diagonal = diagonal_block(kk, warp)
             write_key_vectors(factors, vector, warp, lane)
             if lane < 16:
@@ -315,7 +413,7 @@ class GdnRecords:
                 store_shared(at + P_ROW, query_factor)
             self.join_worker(worker)
             # K and Q have been read: the next key head's may come, a whole item ahead where heads share them.
-            key_head, next_key_head = head // group, next_head // group
+            key_head, next_key_head = divide(head, group), divide(next_head, group)
             fresh = Int32(0) if (next_slot == slot) & (next_key_head == key_head) else Int32(1)
             if (warp == LOADER) & (fresh != 0) & (next_count >= 0):
                 self.load_inputs(tma_q, gQ, tma_k, gK, sQ, sK, next_token, next_key_head, loaded)
@@ -323,6 +421,9 @@ class GdnRecords:
             scratch = scratch_address(lower, warp)
             link = write_lower(kk, diagonal, vector, row_factors, near_factors, factors, lower, scratch, warp, lane)
             solve_halves(scratch, link, lower, t_tile, vector + BETA, warp, lane)
+            if (warp == STORER) & (lane == 0) & (owed >= 0):
+                hand_over(*handed, turn, owed)
+                turn = turn ^ 1
             self.join_worker(worker)
             if warp == GATES:  # which has no block column to merge
                 if next_count >= 0:
@@ -334,20 +435,25 @@ class GdnRecords:
             cute.arch.fence_view_async_shared()
             self.join_worker(worker)
             if (warp == STORER) & (lane == 0):
-                is_first = made < 0
-                made = slot * hv + head
-                self.store_record(record_address(mRecords, made, 1, 0), t_tile, vector)
-                if is_first:  # chains wait for their start; later flags wait until the next item is under way
-                    publish_bulk(record_address(mRecords, made, 1, 0) + FLAG_OFFSET)
+                owed = slot * hv + head
+                self.store_record(record_address(mRecords, owed, 1, 0), t_tile, vector)
+                if is_first != 0:  # chains wait for their start; later records until the next item is under way
+                    closed = Int32(1) if next_count < 0 else Int32(0)
+                    hand_over(*handed, Int32(0), owed | closed * LAST)
+                    owed, turn = Int32(-1), Int32(1)
             slot, token, count, head = next_slot, next_token, next_count, next_head
-            unit, left, next_slot, next_token, next_count, next_head = self.next_item(
-                unit, left, slot, token, count, head, *lists
-            )
-            if (warp == GATES) & (next_count >= 0):
-                raw, logit, bias, log_rate = self.load_gates(*gates, next_token, next_count, next_head, lane)
-            place = place ^ 1
-        if (warp == STORER) & (lane == 0) & (made >= 0):
-            publish_bulk(record_address(mRecords, made, 1, 0) + FLAG_OFFSET)
+            if alone & (worker == 0) & (is_first != 0):
+                cute.arch.barrier_arrive(barrier_id=WORKERS + 1, number_of_threads=WORKERS * THREADS)
+            place, is_first = place ^ 1, Int32(0)
+        if alone & (worker == 0) & (is_first != 0):
+            cute.arch.barrier_arrive(barrier_id=WORKERS + 1, number_of_threads=WORKERS * THREADS)
+        if (warp == STORER) & (lane == 0):
+            if closed == 0:
+                hand_over(*handed, turn, owed | LAST if owed >= 0 else Int32(NONE))
+
+    def flags(self, mRecords):
+        """Global address of the first record's flag."""
+        return record_address(mRecords, 0, 1, 0) + FLAG_OFFSET
 
     def join_worker(self, worker):
         """Barrier of the worker's four warps; 0 is that of the block."""
@@ -363,20 +469,25 @@ class GdnRecords:
         )
 
     @cute.jit
-    def clear_flags(self, mRecords, table, plan, hv, together, warp, lane):
-        """Flags of all records of this worker, the units in turn by its four warps."""
-        unit, total = following_unit(plan, Int32(-1), hv)
-        turn = Int32(0)
-        while unit < total:
-            if (turn & 3) == warp:
-                row, place, head, heads = span_of_unit(table, plan, unit, hv, together, lane)
-                slot = load_shared(table + row * LINE_BYTES + 4 * FIRST_SLOT, 1, Int32) + place
-                inner = lane
-                while inner < heads:
-                    clear_flag(record_address(mRecords, slot, hv, head + inner) + FLAG_OFFSET)
-                    inner += 32
-            unit, total = following_unit(plan, unit, hv)
-            turn += 1
+    def clear_flags(self, mRecords, table, plan, rows, hv, together, lane, warp):
+        """Flags of this worker's records, a unit a lane."""
+        steps, single = load_shared(plan + 24, 2, Int32)
+        mirror = load_shared(plan + 32, 1, Int32)
+        turn = warp * 32 + lane
+        unit, total = unit_of_turn(plan, turn)
+        while cute.arch.vote_ballot_sync(unit < total) != 0:
+            record, count = records_of_unit(unit if unit < total else Int32(0), single, together)
+            place, row = divide(record, hv), Int32(0)
+            head = record - place * hv
+            if rows > 1:
+                row, place = places_of_chunks(table, mirror - 1 - place if mirror > 0 else place, steps, lane)
+                size = steps - load_shared(table + row * LINE_BYTES + 4 * OFFSET, 1, Int32)
+                place = size - 1 - place if mirror > 0 else place
+            slot = load_shared(table + row * LINE_BYTES + 4 * FIRST_SLOT, 1, Int32) + place
+            for inner in cutlass.range(count if unit < total else Int32(0), unroll=1):
+                clear_flag(record_address(mRecords, slot, hv, head + inner) + FLAG_OFFSET)
+            turn += THREADS
+            unit, total = unit_of_turn(plan, turn)
 
     @cute.jit
     def next_item(
@@ -392,9 +503,11 @@ class GdnRecords:
         num_slots: Int32,
         table: Int32,
         plan: Int32,
+        rows: Int32,
         hv: Int32,
         together: Int32,
         lane: Int32,
+        only_row=None,
     ):
         """The worker's item behind one of its own: unit and heads left in it, slot, first token, count (-1: no item) and head.
 
@@ -406,7 +519,11 @@ class GdnRecords:
             unit, total = following_unit(plan, unit, hv)
             count = Int32(-1)
             if unit < total:
-                row, place, head, heads = span_of_unit(table, plan, unit, hv, together, lane)
+                row, place, head, heads = span_of_unit(table, plan, rows, unit, hv, together, lane)
+                if cutlass.const_expr(only_row is not None):
+                    planned, row_begin, row_end, min_tokens = only_row
+                    if planned > 0:
+                        write_row(table, row_begin, row_end, min_tokens)
                 line = table + row * LINE_BYTES
                 begin, length, first, _ = [cute.arch.make_warp_uniform(x) for x in load_shared(line, 4, Int32)]
                 entry, entries = [cute.arch.make_warp_uniform(x) for x in load_shared(line + 4 * ENTRY, 2, Int32)]
@@ -445,5 +562,5 @@ def build(key):
     return cute_compile(
         GdnRecords(key), q, k, a, b, fake_vector(Float32, heads), fake_vector(Float32, heads), cu, kept_cu,
         fake_ids(entries, Int32), fake_ids(entries, Int32), fake_matrix(Int32, columns=RECORD_BYTES // 4),
-        *(Int32(1) for _ in range(12)), Float32(1.0), fake_stream(),
+        *(Int32(1) for _ in range(16)), Float32(1.0), fake_stream(),
     )  # fmt: skip

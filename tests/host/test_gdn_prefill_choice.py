@@ -5,11 +5,14 @@ from __future__ import annotations
 import pytest
 
 from compact_state.cute_kernels.configs.gdn_records import (
+    CHUNK,
     MOST_ROWS,
     RECORD_BYTES,
+    WORKERS,
     WORKSPACE_BYTES,
     forms,
     parts_from_records,
+    plan_of_row,
     recurrence_slabs,
     takes_columns,
     takes_records,
@@ -110,3 +113,31 @@ def test_lengths_choose_where_one_row_may_be_long_and_its_first_segment_longer_t
 @pytest.mark.parametrize("heads", [1, 8, 9, 16, 17, 48])
 def test_the_first_segment_is_longer_where_its_chain_has_the_time(heads):
     assert lead_of_long_rows(heads) == (5 if 8 < heads <= 16 else 2)
+
+
+@pytest.mark.parametrize(("parts", "lead"), [(1, 2), (8, 2), (5, 5)])
+@pytest.mark.parametrize(
+    ("heads", "together", "width"), [(8, 4, 8), (16, 4, 2), (16, 1, 8), (32, 2, 2), (48, 3, 2), (1, 1, 8)]
+)
+@pytest.mark.parametrize("tokens", [0, 1, 64, 2048, 8192, 32768])
+def test_the_plan_of_a_row_deals_every_record_once(tokens, heads, together, width, parts, lead):
+    """As `device/gdn_chains.py` reads it: the first `early` units go to all blocks, the others to those that stay."""
+    stay, early, single, total = plan_of_row(tokens, heads, together, width, parts, lead)
+    records = max(-(-tokens // CHUNK), 1) * heads
+    if stay == 0:
+        assert (early, single, total) == (0, -1, records)
+        return
+    blocks = min((tokens // CHUNK + 1) * heads, MULTIPROCESSORS)
+    assert blocks // 4 < stay == blocks - heads * width
+    assert single % heads == 0
+    assert single + (total - single) * together == records
+    units = [
+        u
+        for w in range(WORKERS)
+        for b in range(blocks)
+        for u in range(w * blocks + b, min(early, total), WORKERS * blocks)
+    ]
+    units += [
+        u for w in range(WORKERS) for b in range(stay) for u in range(early + w * stay + b, total, WORKERS * stay)
+    ]
+    assert sorted(units) == list(range(total))
