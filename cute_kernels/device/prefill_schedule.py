@@ -102,6 +102,24 @@ def leave_idle(idle, block: Int32):
 
 
 @cute.jit
+def leave_without_chunks(mCu: cute.Tensor, min_tokens: Int32, tokens: Int32, block: Int32):
+    """All threads of a block: `leave_idle` where no sequence has `min_tokens` tokens, which `tokens` of the call leave open."""
+    rows = cute.size(mCu) - 1
+    if tokens < rows * min_tokens:
+        tidx, _, _ = cute.arch.thread_idx()
+        threads, _, _ = cute.arch.block_dim()
+        found = Int32(0)
+        for row in cutlass.range(tidx, rows, threads, unroll=1):
+            found = Int32(1) if mCu[row + 1] - mCu[row] >= min_tokens else found
+        found = cute.arch.inline_ptx(
+            "{ .reg .pred own, any; setp.ne.s32 own, {$r0}, 0; barrier.cta.red.or.pred any, 0, own; selp.s32 {$w0}, 1, 0, any; }",
+            write_only_types=[Int32],
+            read_only_args=[found],
+        )
+        leave_idle(found == 0, block)
+
+
+@cute.jit
 def next_row(
     rank: Int32,
     mCu: cute.Tensor,

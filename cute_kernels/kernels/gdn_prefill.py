@@ -83,7 +83,7 @@ from ..device.prefill_layout import (
 )
 from ..device.prefill_loads import load_tile, load_when_free, prefetch_first
 from ..device.prefill_pairs import run_pairs
-from ..device.prefill_schedule import count_long_rows, find_work, leave_idle, next_chunk, next_row
+from ..device.prefill_schedule import count_long_rows, find_work, leave_idle, leave_without_chunks, next_chunk, next_row
 from ..device.prefill_state import (
     as_left_operand,
     clear_tile_columns,
@@ -264,6 +264,7 @@ class GdnPrefill:
             found = count_long_rows(mCuSeqlens, cute.size(mReadIds), long_length, tidx % 32)
             leave_idle(item // (3 - self.slabs) >= found * (2 * parts - 3) * hv, item)
         cute.arch.griddepcontrol_launch_dependents()  # short rows of the same call may run beside these
+        leave_without_chunks(mCuSeqlens, min_tokens, cute.size(mA, mode=[0]), item)
         blocks, _, _ = cute.arch.grid_dim()
         storage = cutlass.utils.SmemAllocator().allocate(self.storage_type)
         sK = storage.sK.get_tensor(input_layout.outer, swizzle=input_layout.inner)
