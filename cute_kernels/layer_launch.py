@@ -276,5 +276,5 @@ def layer_function(kind: Kind, verify: bool, backend: Backend, *given: Any) -> C
     state_name, weight = STATE_NAMES[state.dtype], STATE_NAMES[conv_weight.dtype]
     if not verify:
         return layer_decode(configs.choose(kind, state_name, weight, rows * hv))
-    key = configs.choose_verify_layer(kind, state_name, weight)
+    key = configs.choose_verify_layer(kind, state_name, weight, rows * hv)
     return layer_verify[configs.verify_file(key)](key)

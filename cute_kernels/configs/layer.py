@@ -20,6 +20,7 @@ WEIGHT_DTYPES: tuple[WeightDtype, ...] = ("float32", "bfloat16")
 CONV_WIDTH = 4
 STREAMED_HEADS = 1024  # sequences x value heads; of many waves from four times as many on
 ONE_WAVE = (448, 528)  # blocks of eight warps, four of which an SM holds
+LATE_VERIFY_HEADS = 396  # more than three blocks an SM: verify on bf16 pools starts the state's copies last
 SM_SHARED_BYTES = 233_472  # of one SM; each block takes 1 KiB besides its own
 
 # Bits of the kernel's `flags` argument: what changes between calls without changing the code.
@@ -115,23 +116,26 @@ class LayerDecodeKey:
 class LayerVerifyKey:
     """Everything that changes the code of `kernels/layer_verify.py` and `kernels/wy_layer_verify.py`.
 
-    weight: dtype of the conv's taps and bias. blocks: thread blocks an SM must hold at once, which caps registers.
+    weight: dtype of the conv's taps and bias. blocks: thread blocks an SM must hold at once, which caps registers. late: as in
+    `VerifyKey`.
     """
 
     kind: Kind
     state: StateDtype
     weight: WeightDtype
     blocks: int
+    late: bool = False
 
     def symbol(self) -> str:
         """C identifier of the specialisation."""
-        form = "" if self.state == "float32" else "wy_"
-        return f"{form}layer_verify_{self.kind}_{SHORT[self.state]}_w{SHORT[self.weight]}_b{self.blocks}"
+        form, late = "" if self.state == "float32" else "wy_", "_late" * self.late
+        return f"{form}layer_verify_{self.kind}_{SHORT[self.state]}_w{SHORT[self.weight]}_b{self.blocks}{late}"
 
     @property
     def verify(self) -> VerifyKey:
         """The recurrence inside: a whole head a block, on tensor cores for a bf16 pool as the bare verify is."""
-        return VerifyKey(self.kind, self.state, 4, 8, blocks=self.blocks, wy=self.state == "bfloat16", pdl=True)
+        wy = self.state == "bfloat16"
+        return VerifyKey(self.kind, self.state, 4, 8, blocks=self.blocks, wy=wy, pdl=True, late=self.late)
 
     def shared_bytes(self) -> int:
         """Shared memory of a block: that of the recurrence, and of conv and norm."""
@@ -146,9 +150,11 @@ class LayerVerifyKey:
 
 
 @functools.lru_cache(maxsize=64)
-def choose_verify_layer(kind: Kind, state: StateDtype, weight: WeightDtype) -> LayerVerifyKey:
-    """The verify specialisation of every shape."""
-    return LayerVerifyKey(kind, state, weight, 2 if state == "float32" else 4)
+def choose_verify_layer(kind: Kind, state: StateDtype, weight: WeightDtype, heads: int) -> LayerVerifyKey:
+    """The verify specialisation for `heads` = sequences x value heads."""
+    if state == "float32":
+        return LayerVerifyKey(kind, state, weight, 2)
+    return LayerVerifyKey(kind, state, weight, 4, late=heads > LATE_VERIFY_HEADS)
 
 
 def verify_file(key: LayerVerifyKey) -> str:
@@ -203,9 +209,13 @@ def shipped() -> list[Entry]:
                     for heads in (0, ONE_WAVE[0], STREAMED_HEADS, 4 * STREAMED_HEADS)
                 }
                 keys |= tables.shipped_keys("layer_decode", shape, heuristic(kind, state, weight))
-    verify = [
-        choose_verify_layer(kind, state, weight) for kind in KINDS for state in STATE_DTYPES for weight in WEIGHT_DTYPES
-    ]
+    verify = dict.fromkeys(
+        choose_verify_layer(kind, state, weight, heads)
+        for kind in KINDS
+        for state in STATE_DTYPES
+        for weight in WEIGHT_DTYPES
+        for heads in (1, LATE_VERIFY_HEADS + 1)
+    )
     budget = ResourceBudget(max_registers=128, max_shared_bytes=76 * 1024)
     verify_budget = ResourceBudget(max_registers=128, max_shared_bytes=112 * 1024)
     return [

@@ -55,10 +55,11 @@ class VerifyKey:
 
     rows: V rows a lane holds. warps: warps a block. blocks: thread blocks an SM must hold at once, which caps registers.
     commit: replay and store only, no new tokens. wy: the tensor-core form (`kernels/wy_verify.py`). pdl: start while the
-    previous kernel of the stream drains.
+    previous kernel of the stream drains. late: the tensor-core form starts the state's copies behind the loads of what is
+    logged (the fused step's also behind the window's).
     """
 
-    TUNED: ClassVar[tuple[str, ...]] = ("rows", "warps", "blocks", "pdl")
+    TUNED: ClassVar[tuple[str, ...]] = ("rows", "warps", "blocks", "pdl", "late")
 
     kind: Kind
     state: StateDtype
@@ -68,15 +69,15 @@ class VerifyKey:
     commit: bool = False
     wy: bool = False
     pdl: bool = False
+    late: bool = False
 
     def symbol(self) -> str:
         """C identifier of the specialisation."""
         blocks = f"_b{self.blocks}" if self.blocks > 1 else ""
+        flags = blocks + "_pdl" * self.pdl + "_late" * self.late
         if self.wy:
-            flags = ("", "_pdl")[self.pdl] + ("", "_commit")[self.commit]  # the latter never in a legal key
-            return f"wy_verify_{self.kind}_{SHORT[self.state]}{blocks}{flags}"
+            return f"wy_verify_{self.kind}_{SHORT[self.state]}{flags}" + "_commit" * self.commit  # never in a legal key
         name = "recurrent_commit" if self.commit else "recurrent_verify"
-        flags = blocks + ("", "_pdl")[self.pdl]
         return f"{name}_{self.kind}_{SHORT[self.state]}_r{self.rows}w{self.warps}{flags}"
 
     @property
@@ -107,6 +108,8 @@ class VerifyKey:
     def rejection(self) -> str | None:
         """Why this key has no kernel, or None."""
         whole = self.warps == 8 and self.tile == HEAD_DIM
+        if self.late and not self.wy:
+            return "late: an order of the tensor-core form's loads"
         if self.wy and (self.state != "bfloat16" or self.commit or not whole):
             return "wy: it verifies on bf16 pools, a whole head landed in a block of 8 warps"
         if self.blocks * (self.shared_bytes() + 1024) > 233_472:
@@ -142,10 +145,13 @@ MULTIPROCESSORS = 132
 SMALL_BATCH_HEADS = MULTIPROCESSORS // 4
 # The tensor-core form with registers for two blocks an SM, a gain with bounded KDA, and with fewer early blocks, one with GDN.
 LOW_OCCUPANCY = {"gdn": range(161, 449), "kda_bounded": range(1, 65), "kda_softplus": range(0)}
+# KDA's tensor-core form with late copies of the state beyond this, where four blocks an SM make more than one wave. GDN loses.
+LATE_HEADS = 4 * MULTIPROCESSORS
 # One number of pairs of each range that a choice has.
 SIZES = (
     1,
     SMALL_BATCH_HEADS + 1,
+    LATE_HEADS + 1,
     *(end for sizes in LOW_OCCUPANCY.values() if sizes for end in (sizes.start, sizes.stop)),
 )
 
@@ -158,8 +164,12 @@ def choose_verify(kind: Kind, state: StateDtype, heads: int, *, round_tokens: bo
 
 
 def wy_candidates(kind: Kind) -> list[VerifyKey]:
-    """The space a sweep tries of the tensor-core form: registers against blocks of an SM."""
-    keys = [VerifyKey(kind, "bfloat16", 4, 8, blocks=blocks, wy=True, pdl=True) for blocks in (2, 3, 4)]
+    """The space a sweep tries of the tensor-core form: registers against blocks of an SM, the order of the first loads."""
+    keys = [
+        VerifyKey(kind, "bfloat16", 4, 8, blocks=blocks, wy=True, pdl=True, late=late)
+        for blocks in (2, 3, 4)
+        for late in (False, True)
+    ]
     return [key for key in keys if key.rejection() is None]
 
 
@@ -181,7 +191,9 @@ def heuristic(kind: Kind, state: StateDtype, heads: int, *, round_tokens: bool =
     was measured on H200 (docs/notes/verify.md).
     """
     if state == "bfloat16" and not round_tokens:
-        return VerifyKey(kind, state, 4, 8, blocks=2 if heads in LOW_OCCUPANCY[kind] else 4, wy=True, pdl=True)
+        blocks = 2 if heads in LOW_OCCUPANCY[kind] else 4
+        late = kind != "gdn" and heads > LATE_HEADS
+        return VerifyKey(kind, state, 4, 8, blocks=blocks, wy=True, pdl=True, late=late)
     small = heads <= SMALL_BATCH_HEADS and state == "float32"
     return VerifyKey(kind, state, 2 if small else 4, 4, pdl=True)
 

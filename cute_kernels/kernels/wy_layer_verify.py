@@ -14,7 +14,7 @@ function and rules this class shares.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Uint32
+from cutlass import Boolean, Float32, Int32, Uint32, const_expr
 
 from ..configs.layer import CONV_BIAS, NORM_BF16, SILU_GATE, LayerVerifyKey, wy_layer_regions
 from ..configs.layer import WY_VALUE_STRIDE as VALUE_STRIDE
@@ -60,13 +60,18 @@ class WyLayerVerify(LayerVerify, WyVerify):
         ) = tensors  # fmt: skip
         read, write, reads, writes, logged, log_in, log_out, start, length, replayed, key_head, first_of_key_head = row
         smem = self.allocate()
-        old = self.load_early(smem, mState, mLogK, mLogU, mLogGate, tidx, head, key_head, read, reads, log_in, replayed)
+        old = self.load_early(
+            smem, mState, mLogK, mLogU, mLogGate, tidx, head, key_head, read, reads, log_in, replayed,
+            landing=self.key.late,
+        )  # fmt: skip
         base = smem[0]
         lane, warp = tidx % 32, tidx // 32
         quad, l4 = lane // 4, lane % 4
         row_v = head * HEAD_DIM + own_row(warp, quad)
         conv = DraftConv(self.weight_dtype, tidx, head, key_head, hk)
         conv.load_history(mTaps, mConvState, mLogX, (position, read, reads, replayed, log_in))
+        if const_expr(self.key.late):
+            self.land_rows(mState, smem[1], smem[2], read, reads, head * HEAD_DIM, tidx)  # last: it is needed last
         bf16, values = flags & NORM_BF16, 2 * cutlass.max(tidx - CONV_THREADS, 0)
         weight = load_weight(mNormWeight, values, bf16, 2)
         self.wait(early)

@@ -110,13 +110,17 @@ class WyVerify(WyTokens, recurrent_verify.RecurrentVerify):
         smem = self.allocate()
         places = self.new_places(mQ, mK, mV, mGate, mBeta, tidx, head, key_head, start)
         if const_expr(self.ahead):
+            if const_expr(not self.key.late):
+                self.land_rows(mState, smem[1], smem[2], read, reads, head * HEAD_DIM, tidx)
             # Before the first load: between loads, addresses would wait for registers that loads have yet to read.
-            self.land_rows(mState, smem[1], smem[2], read, reads, head * HEAD_DIM, tidx)
             places = iter([made_here(place, place.alignment) for place in places])
         old = self.load_early(
             smem, mState, mLogK, mLogU, mLogGate, tidx, head, key_head, read, reads, log_in, replayed,
-            landing=self.ahead,
+            landing=self.ahead or self.key.late,
         )  # fmt: skip
+        if const_expr(self.key.late):
+            # The tokens are needed first, and loads of a warp go out before its first lane has started copies.
+            self.land_rows(mState, smem[1], smem[2], read, reads, head * HEAD_DIM, tidx)
         self.wait(early)
         new = self.new_registers()
         self.load_new(new, places, tidx, length)

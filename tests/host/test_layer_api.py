@@ -93,13 +93,16 @@ def test_every_choice_is_legal_and_ships():
                     ruled.add(key)
                     assert shipped[key] == "layer_decode"
                     assert shipped[configs.choose(kind, state, weight, heads)] == "layer_decode"
-                verify = configs.choose_verify_layer(kind, state, weight)
-                ruled.add(verify)
-                assert shipped[verify] == configs.verify_file(verify)
-                assert verify.rejection() is None
-                assert verify.verify.tile == 128, "a norm over V takes a block that has all of it"
-                assert verify.verify.wy == choose_verify(kind, state, 1).wy, "the bare verify's bits need its form"
-    assert len(ruled) == 39
+                for heads in (1, configs.LATE_VERIFY_HEADS, configs.LATE_VERIFY_HEADS + 1, 10**6):
+                    verify = configs.choose_verify_layer(kind, state, weight, heads)
+                    ruled.add(verify)
+                    assert shipped[verify] == configs.verify_file(verify)
+                    assert verify.rejection() is None
+                    assert verify.verify.tile == 128, "a norm over V takes a block that has all of it"
+                    assert verify.verify.wy == choose_verify(kind, state, heads).wy, (
+                        "the bare verify's bits need its form"
+                    )
+    assert len(ruled) == 45
     for key, kernel in shipped.items():  # by rule or from a table
         if kernel == "layer_decode":
             assert key.rejection() is None

@@ -16,6 +16,7 @@ from compact_state.cute_kernels import (
     gdn_verify,
     kda_verify,
 )
+from compact_state.cute_kernels.configs.layer import LATE_VERIFY_HEADS
 from compact_state.cute_kernels.errors import InvalidArgumentError
 from compact_state.cute_kernels.reference.datasets import cu_seqlens, ids
 from compact_state.cute_kernels.reference.layer import gated_rms_norm, split_heads
@@ -91,13 +92,13 @@ def of_layer(step, other):
     )
 
 
+@pytest.mark.parametrize("rows", [9, LATE_VERIFY_HEADS // 3 + 1])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("weight", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("kind", "bound", "hk", "hv"), [("gdn", None, 2, 6), ("kda", None, 3, 3), ("kda", -5.0, 4, 4)])
-def test_states_windows_and_logs_equal_the_single_operators(kind, bound, hk, hv, dtype, weight, bias):
+def test_states_windows_and_logs_equal_the_single_operators(kind, bound, hk, hv, dtype, weight, bias, rows):
     """Bitwise over six steps of every length and accepted count, in place and into other slots, with ids that mean none."""
-    rows = 9
     layer = make_step(kind, bound, 1, hk, hv, weight=weight, bias=bias)
     windows, state = make_pools(2 * rows, layer, dtype)
     log = make_log(layer, rows)
