@@ -75,6 +75,18 @@ def test_I19_keys_are_the_same_in_every_process():
     assert len(set(lines.split())) == 3
 
 
+def test_a_key_is_that_of_every_release():
+    """What is stored is found by it: who changes what a key is made of, or its schema, changes this on purpose."""
+    keys = StateKeys(StoreIdentity("a model/of 40 characters and more than that", "rev"), ["aa", "bb"])
+    found = [keys.of_rank(name, 1) for name in keys.names(PrefixKey([1, 2, 3, 4, 5], adapter="x"), [2, 5])]
+    assert found == [
+        "cs1:a-model-of-40-characters-and-more-than-t:2:b5e99acb9945b32c796c7d3fe791da94:r1of2",
+        "cs1:a-model-of-40-characters-and-more-than-t:5:1a2bd838cf09c32989b881dc097183ea:r1of2",
+    ]
+    with pytest.raises(ConfigError, match="layouts"):
+        StateKeys(StoreIdentity("m", "w"), [])
+
+
 def test_names_of_many_positions_are_those_of_each_alone():
     keys = StateKeys(IDENTITY, [LAYOUT.digest])
     positions = [99, 5, 15, 15, 100, 1]
