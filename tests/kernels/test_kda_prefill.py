@@ -371,39 +371,6 @@ def test_a_call_waits_for_the_one_before(lengths, path):
                 assert torch.equal(bits(x), bits(y))
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("lengths", [[1500], [64] * 40, [300, 0, 700, 5]], ids=str)
-def test_a_call_waits_for_the_one_before(lengths, path):
-    """Launches start while those before them end: each call's values are outputs of the one before, its states are left by it.
-
-    The bits of calls between which the device is idle, and of replays of a graph that holds all of them.
-    """
-    inputs = delta_inputs("kda", "trained", sum(lengths), 8, 8, device="cuda")
-    q, k, v, *rest = inputs.tensors
-    cu, rows = cu_seqlens(lengths, device="cuda"), torch.arange(len(lengths), dtype=torch.int32, device="cuda")
-    start = filled_pool(len(lengths), 8, torch.float32, "trained", range(len(lengths)))
-    pool, buffers = start.clone(), [v.clone(), torch.empty_like(v)]
-
-    def calls(pause):
-        pool.copy_(start)
-        buffers[0].copy_(v)
-        for i in range(12):
-            RUN[path](q, k, buffers[i % 2], *rest, pool, rows, rows, cu, out=buffers[1 - i % 2])
-            if pause:
-                torch.cuda.synchronize()
-
-    calls(pause=True)
-    expected = [x.clone() for x in (buffers[0], pool)]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        calls(pause=False)
-    for again in (lambda: calls(pause=False), graph.replay):
-        for _ in range(10):
-            again()
-            for x, y in zip((buffers[0], pool), expected, strict=True):
-                assert torch.equal(bits(x), bits(y))
-
-
 def test_graph_replay_follows_changed_ids_and_lengths():
     check_graph_replay(chunked, "kda")
 
