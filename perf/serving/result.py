@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -70,11 +71,16 @@ def _range(values: list[float], digits: int = 0) -> str:
     return f"{middle} ({low} to {high})"
 
 
+def _order(model: str, case: str, caching: str, variant: str) -> tuple[object, ...]:
+    """Where a row stands: by model, then requests, tokens in and out as numbers, caching off first."""
+    return model, [int(number) for number in re.findall(r"\d+", case)], caching, variant
+
+
 def load_table(result: dict[str, Any]) -> str:
     """Every case, legacy against compact: medians with the least and the most over the trials."""
     rows = {(r["model"], r["case"], r["caching"], r["variant"]): r for r in result["serving"]}
     lines = []
-    for (model, case, caching, variant), compact in rows.items():
+    for (model, case, caching, variant), compact in sorted(rows.items(), key=lambda row: _order(*row[0])):
         legacy = rows.get((model, case, caching, "legacy"))
         if variant != "compact" or legacy is None:
             continue

@@ -304,6 +304,24 @@ def test_parts_become_one_file_whose_later_rows_replace_earlier_ones(tmp_path: P
     assert "| 0.8b 1x2+3 | on | 100 (100 to 100) | 150 (150 to 150) | +50% |" in result.load_table(read)
 
 
+def test_loads_stand_by_model_and_size_whatever_order_they_were_merged_in() -> None:
+    rows = []
+    cases = ("35b 8x9+1 on", "0.8b 16x2+3 on", "0.8b 8x10+3 on", "0.8b 8x9+3 on", "0.8b 8x9+3 off")
+    for model, case, caching in map(str.split, cases):
+        rows += [
+            row(variant, 100.0) | {"model": model, "case": case, "caching": caching}
+            for variant in ("compact", "legacy")
+        ]
+    lines = result.load_table({"serving": rows}).splitlines()[2:]
+    assert [line.split(" | ")[:2] for line in lines] == [
+        ["| 0.8b 8x9+3", "off"],
+        ["| 0.8b 8x9+3", "on"],
+        ["| 0.8b 8x10+3", "on"],
+        ["| 0.8b 16x2+3", "on"],
+        ["| 35b 8x9+1", "on"],
+    ]
+
+
 def test_the_table_of_answers_says_what_was_compared_and_what_failed() -> None:
     assert "not been compared" in result.equality_table({})
     pair = {"equal": 30, "answers": 32, "rms": 0.05, "largest": 0.6, "widest_margin": 0.1, "passed": False}
