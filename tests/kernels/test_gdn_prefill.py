@@ -4,6 +4,7 @@ one piece and in parts."""
 from __future__ import annotations
 
 import functools
+import re
 
 import pytest
 import torch
@@ -200,12 +201,26 @@ def test_E7_equal_keys(tokens):
     assert_close(pool[1], oracle[1], 0.01, "state")
 
 
-BEYOND = pytest.mark.xfail(reason="S is off by 1.005e-2 of 1e-2: docs/notes/gdn_prefill.md, Missed lines")
+class SlightlyBeyond(AssertionError):
+    """A finite state whose error is over its bound by less than a tenth."""
+
+
+BEYOND = pytest.mark.xfail(
+    raises=SlightlyBeyond,
+    reason="S is off by 1.005e-2 of 1e-2; waits for W whose rounding is given back (docs/notes/gdn_prefill.md, Missed lines)",
+)
 
 
 @pytest.mark.parametrize("tokens", [64, 1000, 2048, pytest.param(4096, marks=BEYOND)])
 def test_E7_near_equal_keys_over_many_chunks(tokens):
-    check([tokens], hk=1, hv=2, dataset="correlated")
+    """Where it is expected to fail, only by this little of the state: outputs, which are compared before, are within bounds."""
+    try:
+        check([tokens], hk=1, hv=2, dataset="correlated")
+    except AssertionError as error:
+        found = re.match(r"slot \d+: RMS ratio (\S+), allowed 1\.0e-02; 0 of ", str(error))
+        if found and float(found[1]) < 0.011:
+            raise SlightlyBeyond(str(error)) from error
+        raise
 
 
 @pytest.mark.parametrize("path", [*PATHS, COLUMNS])
