@@ -37,9 +37,10 @@ A scheduler's loop (`requests`: prompts by id, `run` launches the kernels of a p
                     running.remove(r)
                     life.finish(r)                                        # its last state stays as a checkpoint
 
-`life.cancel(r)` in any phase; `life.publish(r)` for a decode checkpoint; `life.failed(step)` when a launch raised;
-`life.new_weights()`, `life.sleep(deadline_s=…)`, `life.wake()`. Draft steps: `StepRow(r, UNRESOLVED)` and
-`life.resolve(r, position)` once the accepted count is known; publish only after the drafts are folded in.
+`life.cancel(r)` in any phase; `life.publish(r)` for a decode checkpoint; `life.failed(step)` when a launch raised
+(and `life.launched` all the same); `life.new_weights()`, `life.sleep(deadline_s=…)`, `life.wake()`. Draft steps:
+`StepRow(r, UNRESOLVED)` and `life.resolve(r, position)` once the accepted count is known; publish only after the drafts
+are folded in.
 """
 
 from .capacity import CapacityPlan, plan_capacity
@@ -64,11 +65,12 @@ from .index import CheckpointIndex, IndexEntry, Lookup
 from .layout import LayerSpec, StateLayout
 from .leases import IoLease, IoOutcome
 from .ledger import Ledger
-from .lifecycle import Lifecycle, Phase, StateRequest, StepPlan, StepRow
+from .lifecycle import Lifecycle
 from .mooncake import MooncakeConfig
 from .observe import SlotView, Snapshot, register_metrics, snapshot
 from .pool import StatePool
 from .prefix import PrefixKey
+from .requests import Phase, StateRequest, StepPlan, StepRow
 from .slots import UNRESOLVED, Condition, Holder
 from .store import MooncakeStateStore
 from .store_keys import StoreIdentity

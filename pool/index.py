@@ -177,16 +177,17 @@ class CheckpointIndex:
 
     # Insertion: reserve, then confirm or forget. Nothing is visible before confirm.
 
-    def reserve(self, key: PrefixKey, position: int, kind: str) -> IndexEntry | None:
+    def reserve(self, key: PrefixKey, position: int, kind: str, *, pending: int = 0) -> IndexEntry | None:
         """An entry for the state after `position` tokens, not visible yet. None if it may not or need not be cached.
 
-        Evicts the least recently used checkpoint when the budget is full, and gives up when all are pinned.
+        Evicts the least recently used checkpoint when the budget is full, and gives up when all are pinned. Loads in
+        flight and the caller's `pending` entries, reserved and to be confirmed yet, count as well.
         """
         if not 0 < position <= len(key):
             raise ConfigError("position", position, f"1 .. {len(key)}")
         if key.inside_media(position) or self.get(key, position) is not None:
             return None
-        while self.size >= self.budget_slots:
+        while self.size + self.ledger.gets_in_flight + pending >= self.budget_slots:
             if not self.ledger.evict_oldest():
                 return None
         return IndexEntry(key, position, kind)

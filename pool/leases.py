@@ -106,6 +106,10 @@ class LeaseLedger(CacheLedger):
             self.counters.puts_ok += 1
         return tuple.__new__(IoOutcome, (lease, fault is None, fault))
 
+    def may_get(self) -> bool:
+        """Whether `get_begin` would be granted now, in a pool that runs."""
+        return self.gets_in_flight < self.max_gets and len(self.free) + len(self.evictable) > self.demand
+
     def get_begin(
         self, position: int, entry: object, *, deadline: float | None = None, after_step: int = 0
     ) -> IoLease | None:
@@ -117,13 +121,12 @@ class LeaseLedger(CacheLedger):
             raise self._closed()
         if position <= 0:
             raise self.broken(f"get of the state at {position}")
-        free = self.free
-        if self.gets_in_flight >= self.max_gets or len(free) + len(self.evictable) <= self.demand:
+        if not self.may_get():
             self.counters.e_capacity += 1
             return None
-        if not free:
+        if not self.free:
             self.evict_oldest()
-        rec = free.pop()
+        rec = self.free.pop()
         # The slot was free, yet under the early policy a step may still use it on the device.
         last = rec.write_step if rec.write_step > rec.read_step else rec.read_step
         rec.epoch = self.epoch

@@ -25,7 +25,7 @@ class Ledger(LeaseLedger):
 
     def bump_epoch(self) -> list[Holder]:
         """New weights: every checkpoint is un-indexed, running requests with state are tainted and returned."""
-        if self.mode != "run":
+        if self.mode not in ("run", "asleep"):
             raise self._closed()
         self.epoch += 1
         self._uncache_all(self.records, "epoch")

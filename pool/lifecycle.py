@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
 from typing import TYPE_CHECKING
 
 from .errors import CapacityError, ConfigError, ErrorClass, StuckLeaseError
@@ -20,64 +18,11 @@ from .leases import IoLease, IoOutcome
 from .ledger import Ledger
 from .observe import Snapshot, snapshot, traced
 from .prefix import PrefixKey
-from .slots import UNRESOLVED, Holder
+from .requests import Phase, StateRequest, StepPlan, StepRow
+from .slots import Holder
 
 if TYPE_CHECKING:
     from .pool import StatePool
-
-
-class Phase(str, Enum):
-    """Where a request is. WAITING and LOADING hold no slot."""
-
-    WAITING = "waiting"
-    LOADING = "loading"
-    RUNNING = "running"
-    ENDED = "ended"
-
-
-class StateRequest:
-    """One request. `key` names its tokens so far; `resumed` of them came from a checkpoint at the last admission."""
-
-    __slots__ = ("holder", "id", "key", "load_op", "phase", "resumed")
-
-    def __init__(self, request_id: Hashable, key: PrefixKey) -> None:
-        self.id, self.key = request_id, key
-        self.phase = Phase.WAITING
-        self.holder: Holder | None = None
-        self.resumed = 0
-        self.load_op = 0
-
-    @property
-    def position(self) -> int:
-        """Tokens its state stands for; negative while the host does not know (drafts in flight)."""
-        return 0 if self.holder is None else self.holder.position
-
-
-@dataclass(slots=True)
-class StepRow:
-    """One request in a step: `tokens` new tokens (UNRESOLVED for a draft step), checkpoints wanted at `positions`."""
-
-    request: StateRequest
-    tokens: int = 1
-    positions: Sequence[int] = ()
-
-
-@dataclass(slots=True)
-class StepPlan:
-    """What the kernels of one step need. Row i reads `read_ids[i]` and writes `write_ids[i]`; -1 = none.
-
-    `positions[i]`: tokens before the step (negative: only the device knows). Checkpoints of row i are entries
-    `cu[i] .. cu[i+1]` of `ends` (token counts within this call, ascending) and `slots`. `entries`: what was cached.
-    """
-
-    step: int
-    read_ids: list[int]
-    write_ids: list[int]
-    positions: list[int]
-    cu: list[int] = field(default_factory=list)
-    ends: list[int] = field(default_factory=list)
-    slots: list[int] = field(default_factory=list)
-    entries: list[IndexEntry] = field(default_factory=list)
 
 
 class Lifecycle:
@@ -114,8 +59,13 @@ class Lifecycle:
             request.holder = self.ledger.admit(request.id)
         except CapacityError:
             return False
+        try:
+            request.resumed = self.index.hit(request.holder, request.key, limit=limit, usable=usable)
+        except BaseException:
+            self.ledger.drop(request.holder)
+            request.holder = None
+            raise
         request.phase = Phase.RUNNING
-        request.resumed = self.index.hit(request.holder, request.key, limit=limit, usable=usable)
         return True
 
     def extend(self, request: StateRequest, tokens: Sequence[int]) -> None:
@@ -136,14 +86,14 @@ class Lifecycle:
 
     def cancel(self, request: StateRequest) -> None:
         """Ends a request in any phase. Slots that steps or transfers still use come back when those are done."""
-        if request.phase is Phase.LOADING:
-            self._stop_waiting(request)
-            request.phase = Phase.ENDED
-            del self.requests[request.id]
-        elif request.phase is not Phase.ENDED:
+        if request.phase is not Phase.ENDED:
             self._end(request, Phase.ENDED, False)
 
     def _end(self, request: StateRequest, phase: Phase, publish: bool) -> IndexEntry | None:
+        if request.phase is Phase.ENDED:
+            raise self.ledger.broken(f"request {request.id!r} has ended")
+        if request.phase is Phase.LOADING:
+            self._stop_waiting(request)
         entry = None
         holder, request.holder = request.holder, None
         if phase is Phase.ENDED:
@@ -195,10 +145,11 @@ class Lifecycle:
         if not wanted:
             return StepPlan(step, reads, writes, before, [0] * (len(rows) + 1))
         plan = StepPlan(step, reads, writes, before, cu=[0])
-        for number, row in enumerate(rows):
+        for number in range(len(rows)):
             for entry, handle in exports.get(number, ()):
                 self._export(plan, step, holders[number], before[number], entry, handle)
             plan.cu.append(len(plan.ends))
+        for number, row in enumerate(rows):
             end = before[number] + row.tokens
             if end > 0 and end in row.positions:
                 published = self.publish(row.request)
@@ -210,6 +161,7 @@ class Lifecycle:
         self, step: int, rows: Sequence[StepRow], before: Sequence[int]
     ) -> dict[int, list[tuple[IndexEntry, SlotHandle]]]:
         exports: dict[int, list[tuple[IndexEntry, SlotHandle]]] = {}
+        pending = 0
         for number, row in enumerate(rows):
             if not row.positions or before[number] < 0 or row.tokens <= 0:
                 continue
@@ -218,12 +170,13 @@ class Lifecycle:
                 if not start < position < end:
                     continue
                 spare = self.ledger.available > self.ledger.demand
-                entry = self.index.reserve(row.request.key, position, "export") if spare else None
+                entry = self.index.reserve(row.request.key, position, "export", pending=pending) if spare else None
                 handle = None if entry is None else self.ledger.alloc_besteffort(step)
                 if entry is None or handle is None:
                     self.skipped_checkpoints += 1
                 else:
                     exports.setdefault(number, []).append((entry, handle))
+                    pending += 1
         return exports
 
     def _export(
@@ -273,7 +226,10 @@ class Lifecycle:
         return snapshot(self.ledger, self.index)
 
     def failed(self, step: int) -> list[StateRequest]:
-        """A submitted step failed: its checkpoints are revoked, requests that lost their state wait for admission again."""
+        """A submitted step failed: its checkpoints are revoked, requests that lost their state wait for admission again.
+
+        Call `launched` for it all the same, with a fence behind what was queued: its slots come back with that.
+        """
         lost = {id(holder) for holder in self.ledger.step_failed(step)}
         requests = [request for request in self.requests.values() if id(request.holder) in lost]
         for request in requests:
@@ -294,14 +250,18 @@ class Lifecycle:
         if request.phase is not Phase.WAITING:
             raise self.ledger.broken(f"load for request {request.id!r}, which is {request.phase.value}")
         for lease, waiting in self._loads.values():
-            if lease.position == position and isinstance(lease.entry, IndexEntry) and not lease.cancelled:
+            current = lease.epoch == self.ledger.epoch and not lease.cancelled
+            if current and lease.position == position and isinstance(lease.entry, IndexEntry):
                 key = lease.entry.key
                 if key.digest(position) == request.key.digest(position):
                     waiting.append(request)
                     request.phase, request.load_op = Phase.LOADING, lease.op
                     return lease
-        entry = self.index.reserve(request.key, position, "load")
+        # Asked before the index makes room: no checkpoint is evicted for a load that cannot begin.
+        may = self.ledger.may_get()
+        entry = self.index.reserve(request.key, position, "load") if may else None
         begun = None if entry is None else self.ledger.get_begin(position, entry, deadline=deadline)
+        self.ledger.counters.e_capacity += not may
         if begun is not None:
             self._loads[begun.op] = (begun, [request])
             request.phase, request.load_op = Phase.LOADING, begun.op
@@ -342,7 +302,10 @@ class Lifecycle:
     # The pool's modes
 
     def new_weights(self) -> list[StateRequest]:
-        """New weights: all checkpoints go; returns the running requests whose state now mixes weights (never published)."""
+        """New weights: all checkpoints go; returns the running requests whose state now mixes weights (never published).
+
+        In a pool that runs or sleeps; PoolClosedError while it drains.
+        """
         tainted = {id(holder) for holder in self.ledger.bump_epoch()}
         return [request for request in self.requests.values() if id(request.holder) in tainted]
 
@@ -389,6 +352,3 @@ class Lifecycle:
         if self.pool is not None:
             self.pool.allocate()
         self.ledger.wake()
-
-
-__all__ = ["UNRESOLVED", "Lifecycle", "Phase", "StateRequest", "StepPlan", "StepRow"]

@@ -21,9 +21,10 @@ from dataclasses import replace
 
 from .errors import ErrorClass
 from .index import IndexEntry
-from .lifecycle import Lifecycle, Phase, StateRequest
+from .lifecycle import Lifecycle
 from .mooncake import MooncakeConfig
 from .pool import StatePool
+from .requests import Phase, StateRequest
 from .store_base import Active, Doomed, Find, StoreBase
 from .store_keys import StoreIdentity
 from .store_transfer import StateTransfer

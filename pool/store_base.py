@@ -13,7 +13,8 @@ from typing import NamedTuple
 from .errors import ConfigError
 from .index import IndexEntry
 from .leases import IoLease
-from .lifecycle import Lifecycle, StateRequest
+from .lifecycle import Lifecycle
+from .requests import StateRequest
 from .store_keys import StateKeys, StateName, StoreIdentity
 from .store_report import StoreLog
 from .store_types import Breaker, Completion, Job, RankPort, StoreCounters, StoreSettings

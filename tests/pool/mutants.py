@@ -146,8 +146,8 @@ MUTANTS = (
     Mutant(
         "a get may starve others",
         "leases",
-        " or len(free) + len(self.evictable) <= self.demand:",
-        " or not self.available:",
+        "< self.max_gets and len(self.free) + len(self.evictable) > self.demand",
+        "< self.max_gets and self.available > 0",
     ),
     Mutant(
         "exports may starve others",

@@ -201,3 +201,120 @@ def test_I6_what_is_no_checkpoint_cannot_be_stored() -> None:
     world.index.remove(entry)
     with pytest.raises(InvariantError, match="stale handle"):
         world.ledger.put_begin(entry.handle)
+
+
+@pytest.mark.parametrize("end", ["preempt", "finish", "cancel"])
+def test_a_request_that_leaves_while_loading_is_not_touched_by_the_loads_end(end: str) -> None:
+    world = World(6)
+    request = world.request("a", range(20))
+    lease = world.life.begin_load(request, 8)
+    assert lease is not None
+    getattr(world.life, end)(request)
+    assert lease.cancelled
+    waits = end == "preempt"
+    assert (request.id in world.life.requests) == waits
+    assert not waits or world.life.admit(request)
+    phase, holder = request.phase, request.holder
+    world.life.end_load(lease.op, ok=False)
+    assert (request.phase, request.holder) == (phase, holder)
+    if waits:
+        world.prefill(request, [8])
+        world.life.cancel(request)
+    world.idle()
+
+
+@pytest.mark.parametrize("end", ["preempt", "finish"])
+def test_an_ended_request_does_not_end_again(end: str) -> None:
+    world = World(6)
+    request = world.request("a", range(20))
+    assert world.life.admit(request)
+    world.life.finish(request)
+    world.life.cancel(request)
+    with pytest.raises(InvariantError, match="request 'a' has ended"):
+        getattr(world.life, end)(request)
+    assert request.phase is Phase.ENDED
+    assert not world.life.requests
+    world.idle()
+
+
+def test_new_weights_share_no_load_with_the_old_ones() -> None:
+    world = World(6)
+    old, new = world.request("old", range(20)), world.request("new", range(20))
+    before = world.life.begin_load(old, 8)
+    world.life.new_weights()
+    after = world.life.begin_load(new, 8)
+    assert before is not None
+    assert after is not None
+    assert after is not before
+    outcome = world.life.end_load(before.op, ok=True)
+    assert outcome is not None
+    assert not outcome.ok
+    world.memory[after.handle.slot] = new.key.slice(0, 8)
+    world.life.end_load(after.op, ok=True)
+    assert world.life.admit(new)
+    assert new.resumed == 8
+
+
+def test_an_admission_that_raises_admits_nobody() -> None:
+    world = World(4)
+    first = world.request("first", range(8))
+    assert world.life.admit(first)
+    world.prefill(first, [8])
+    world.life.finish(first)
+    request = world.request("a", range(20))
+
+    def raises(position: int) -> bool:
+        raise RuntimeError("asked for the blocks of a request that is gone")
+
+    with pytest.raises(RuntimeError):
+        world.life.admit(request, usable=raises)
+    assert (request.phase, request.holder, world.ledger.demand) == (Phase.WAITING, None, 0)
+    assert world.life.admit(request)
+    assert request.resumed == 8
+
+
+@pytest.mark.parametrize("max_gets", [0, 1])
+def test_a_load_that_finds_no_room_costs_no_checkpoint(max_gets: int) -> None:
+    world = World(6, budget=2, max_gets=max_gets)
+    for name in range(2):
+        request = world.request(name, [name] * 8)
+        assert world.life.admit(request)
+        world.prefill(request, [8])
+        world.life.finish(request)
+    for number in range(max_gets):
+        assert world.life.begin_load(world.request(f"loads {number}", [7 + number] * 9), 4) is not None
+    size = world.index.size
+    assert world.life.begin_load(world.request("late", range(20)), 8) is None
+    assert world.index.size == size
+    assert world.ledger.counters.e_capacity == 1
+
+
+def test_the_budget_holds_while_a_step_and_loads_are_under_way() -> None:
+    world = World(30, budget=3)
+    request = world.request("a", range(100))
+    assert world.life.admit(request)
+    world.prefill(request, [60], positions=range(10, 61, 10))
+    assert world.index.size == 3
+    leases = [world.life.begin_load(world.request(number, [number] * 9), 4) for number in range(5)]
+    assert [lease is not None for lease in leases] == [True, True, True, False, False]
+    assert world.index.size == 0
+    world.prefill(request, [10], positions=[70])
+    assert world.index.size == 0
+    for lease in leases[:3]:
+        assert lease is not None
+        world.memory[lease.handle.slot] = lease.entry.key.slice(0, 4)  # type: ignore[union-attr]
+        world.life.end_load(lease.op, ok=True)
+    assert world.index.size == 3
+    world.prefill(request, [10], positions=[80])
+    assert world.index.size == 3
+
+
+def test_weights_that_change_during_sleep_are_other_weights() -> None:
+    world = World(4)
+    world.life.sleep(deadline_s=0.0)
+    assert world.life.new_weights() == []
+    assert world.ledger.epoch == 1
+    world.life.wake()
+    world.ledger.drain()
+    with pytest.raises(PoolClosedError):
+        world.life.new_weights()
