@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 
 from .errors import ErrorClass
@@ -29,6 +30,9 @@ from .store_base import Active, Doomed, Find, StoreBase
 from .store_keys import StoreIdentity
 from .store_transfer import StateTransfer
 from .store_types import Completion, Job, StoreSettings
+
+#: Seconds that closing waits for calls in flight.
+CLOSE_S = 10.0
 
 
 class MooncakeStateStore(StoreBase):
@@ -52,15 +56,23 @@ class MooncakeStateStore(StoreBase):
         ranks = [pools] if isinstance(pools, StatePool) else list(pools)
         if mode == "auto" and config.protocol == "rdma" and all(pool.device.type == "cuda" for pool in ranks):
             mode = "direct"
-        ports = [StateTransfer(pool, config.connect(), settings, mode=mode) for pool in ranks]
-        return cls(life, identity, ports, settings)
+        ports = []
+        with ExitStack() as undo:
+            for pool in ranks:
+                client = config.connect()
+                undo.callback(client.close, CLOSE_S)
+                ports.append(StateTransfer(pool, client, settings, mode=mode))
+                undo.callback(ports[-1].close, CLOSE_S)
+            store = cls(life, identity, ports, settings)
+            undo.pop_all()
+        return store
 
     # Puts
 
     def put(self, entry: IndexEntry) -> bool:
         """Wants a checkpoint stored. False: it is no checkpoint now, or the store takes nothing at present."""
         self._follow_pool()
-        if not self._serves() or not self._current(entry) or entry.stored:
+        if not self._serves() or not self._current(entry) or entry.stored or not self.ledger.max_puts:
             self.counters.puts_refused += 1
             return False
         if id(entry) in self._queued:
@@ -89,11 +101,13 @@ class MooncakeStateStore(StoreBase):
                 self._forget_put()
                 self.counters.puts_refused += 1
                 continue
-            if not self.breaker.allows(self._clock()):
+            now = self._clock()
+            if self.breaker.waits(now):
                 return
-            lease = self.life.begin_put(entry, deadline=self._clock() + self.settings.put_deadline_s)
+            lease = self.life.begin_put(entry, deadline=now + self.settings.put_deadline_s)
             if lease is None:
                 return
+            self.breaker.allows(now)
             self._backlog.popleft()
             self._begin(Active(lease, name, keys, entry))
 
@@ -111,6 +125,8 @@ class MooncakeStateStore(StoreBase):
         self._follow_pool()
         keys = self._keys
         if request.phase is not Phase.WAITING or self.pending(request) or not self._serves() or keys is None:
+            return False
+        if not self.ledger.max_gets:
             return False
         most = len(request.key) - 1
         allowed = most if limit is None else min(most, limit)
@@ -143,11 +159,10 @@ class MooncakeStateStore(StoreBase):
         find = self._finds.pop(done.op, None)
         if find is None:
             self.counters.late += 1
+            return
         if not done.ok:
             self.counters.finds_failed += 1
             self._log.failure("find", done.error, done.reason)
-            return
-        if find is None:
             return
         ranks = len(self.ports)
         here = [all(done.present[i * ranks : (i + 1) * ranks]) for i in range(len(find.names))]
@@ -217,9 +232,7 @@ class MooncakeStateStore(StoreBase):
 
     def _take(self, rank: int, done: Completion, now: float) -> None:
         if done.transport:
-            if self.breaker.failure(now):
-                self.counters.breaker_opened += 1
-                self._log.failure("breaker", ErrorClass.IO, f"opens after {done.kind}: {done.reason}")
+            self._unreachable(now, f"{done.kind}: {done.reason}")
         elif done.ok or done.error is not ErrorClass.IO:
             self.breaker.success()
         if done.kind == "find":
@@ -287,9 +300,14 @@ class MooncakeStateStore(StoreBase):
         for op in [op for op, find in self._finds.items() if find.deadline <= now]:
             del self._finds[op]
             self.counters.finds_failed += 1
-            self.ports[0].replace(op)
-            self._log.failure("find", ErrorClass.IO, f"no answer within {self.settings.find_deadline_s} s")
-            self.breaker.failure(now)
+            reason = f"no answer within {self.settings.find_deadline_s} s"
+            self._log.failure("find", ErrorClass.IO, reason)
+            # One that stood behind other transfers was not asked: that says nothing about the store.
+            if self.ports[0].withdraw(op):
+                self.counters.withdrawn += 1
+            else:
+                self.ports[0].replace(op)
+                self._unreachable(now, f"find: {reason}")
         for active in list(self._active.values()):
             deadline = active.lease.deadline
             if deadline is None or deadline > now:
@@ -304,7 +322,7 @@ class MooncakeStateStore(StoreBase):
             if expired is None:
                 continue
             self.counters.expired += 1
-            self.breaker.failure(now)
+            self._unreachable(now, f"{lease.kind}: past its deadline")
             self._log.failure(
                 f"{lease.kind} of {expired.name.text}", ErrorClass.STUCK, f"slot {lease.handle.slot} is in quarantine"
             )
@@ -324,7 +342,7 @@ class MooncakeStateStore(StoreBase):
             time.sleep(0.0005)
         return True
 
-    def close(self, timeout_s: float = 10.0) -> None:
+    def close(self, timeout_s: float = CLOSE_S) -> None:
         """Takes nothing more, waits for what runs and closes the clients.
 
         StuckLeaseError if a call still hangs after `timeout_s`: the pool's memory must stay; call again later.

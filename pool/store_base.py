@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from .errors import ConfigError
+from .errors import ConfigError, ErrorClass, StateIOError
 from .index import IndexEntry
 from .leases import IoLease
 from .lifecycle import Lifecycle
@@ -87,6 +87,7 @@ class StoreBase:
         self._keys: StateKeys | None = StateKeys(identity, [port.layout_digest for port in self.ports])
         self._epoch = self.ledger.epoch
         self._incarnation = self.ledger.incarnation
+        self._attach_at = -math.inf
         self._clock = clock
         self._log = StoreLog(logger, self.counters, clock)
         self._backlog: deque[IndexEntry] = deque()
@@ -136,6 +137,12 @@ class StoreBase:
         if not done.ok:
             self._log.failure(f"removal of {doomed.text}", done.error, done.reason)
 
+    def _unreachable(self, now: float, reason: str) -> None:
+        """The store gave no answer."""
+        if self.breaker.failure(now):
+            self.counters.breaker_opened += 1
+            self._log.failure("breaker", ErrorClass.IO, f"opens after {reason}")
+
     # The pool's modes
 
     def _serves(self) -> bool:
@@ -144,6 +151,7 @@ class StoreBase:
             and self._keys is not None
             and self._epoch == self.ledger.epoch
             and self.ledger.mode == "run"
+            and self._incarnation == self.ledger.incarnation
         )
 
     def _follow_pool(self) -> None:
@@ -153,10 +161,16 @@ class StoreBase:
         if self.ledger.mode == "asleep" or self.ledger.incarnation != self._incarnation:
             for port in self.ports:
                 port.detach()
-        if self.ledger.mode != "asleep" and self.ledger.incarnation != self._incarnation:
-            self._incarnation = self.ledger.incarnation
-            for port in self.ports:
-                port.attach()
+        now = self._clock()
+        if self.ledger.mode != "asleep" and self.ledger.incarnation != self._incarnation and now >= self._attach_at:
+            try:
+                for port in self.ports:
+                    port.attach()
+            except StateIOError as error:
+                self._attach_at = now + self.settings.breaker_cooldown_s
+                self._log.failure("registration after the wake", error.error_class, str(error))
+            else:
+                self._incarnation = self.ledger.incarnation
 
     def new_weights(self, weights: str | None) -> None:
         """After `life.new_weights()`: the new weights' immutable identity. Until it comes nothing is stored or found.

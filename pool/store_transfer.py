@@ -87,7 +87,11 @@ class StateTransfer:
         self._wake = threading.Condition()
         self._closing = self._closed = False
         self._threads: set[threading.Thread] = set()
-        self.memory.attach()
+        try:
+            self.memory.attach()
+        except BaseException:
+            self.memory.release_ring()
+            raise
         for _ in range(self.settings.workers):
             self._spawn()
 

@@ -108,7 +108,7 @@ class RankPort(Protocol):
         """Terminal reports since the last call."""
 
     def attach(self) -> None:
-        """The pool has memory: registers it with the transport."""
+        """The pool has memory: registers it with the transport. StateIOError if that refuses it."""
 
     def detach(self) -> None:
         """The pool gives its memory up: unregisters it. Nothing may be in flight."""
@@ -156,6 +156,10 @@ class Breaker:
     def open(self) -> bool:
         """Whether operations are refused, probes aside."""
         return self._row >= self.limit
+
+    def waits(self, now: float) -> bool:
+        """Whether nothing may go now. Unlike `allows` this takes no probe."""
+        return self.open and now < self._probe_at
 
     def allows(self, now: float) -> bool:
         """Whether an operation may go: always while closed, once a cooldown while open."""

@@ -7,7 +7,6 @@ import pytest
 
 from compact_state.pool import ConfigError, StateIOError, StuckLeaseError
 from compact_state.pool.store_transfer import StepFences
-from compact_state.pool.store_types import Breaker
 from tests.pool.store_rig import IDENTITY, PROMPT, QUICK, Fence, stored_by_another
 
 
@@ -334,51 +333,3 @@ def test_duplicate_and_unknown_completions_change_nothing(make):
         rig.store._take(0, Completion(op, "get", False), 0.0)
     assert rig.ledger.counters.e_stale == before + 6
     rig.check_idle()
-
-
-def test_a_dead_store_is_not_asked_again_and_again(make):
-    settings = replace(QUICK, breaker_failures=2, breaker_cooldown_s=30.0, retry_after_s=0.0)
-    rig = make(settings=settings, slots=12)
-    for raw in rig.raw:
-        raw.codes["exist"] += [-900] * 100
-    for number in range(2):
-        assert rig.resume(PROMPT, [10 + number]) == 0
-    assert rig.store.breaker.open
-    asked = rig.raw[0].calls["exist"]
-    for _ in range(10):
-        request = rig.request(PROMPT)
-        assert not rig.store.find(request, [10])
-        rig.life.cancel(request)
-    entries = [rig.checkpoint([number]) for number in range(4)]
-    for entry in entries:
-        assert rig.store.put(entry)
-    rig.store.poll()
-    assert rig.raw[0].calls["exist"] == asked
-    assert rig.store.counters.finds_refused == 10
-    assert rig.store.counters.breaker_opened == 1
-
-
-def test_a_store_that_is_back_gets_what_waited(make):
-    rig = make(settings=replace(QUICK, breaker_failures=1, breaker_cooldown_s=0.05), max_puts=1)
-    rig.raw[0].codes["exist"].append(-900)
-    entries = [rig.checkpoint([number]) for number in range(3)]
-    for entry in entries:
-        rig.store.put(entry)
-    assert rig.store.settle(10)
-    assert [entry.stored for entry in entries] == [False, True, True]
-    assert rig.store.counters.breaker_opened == 1
-    assert not rig.store.breaker.open
-    assert rig.put(entries[0])
-
-
-def test_breaker_lets_one_probe_through_a_cooldown():
-    breaker = Breaker(2, 10.0)
-    assert not breaker.failure(0.0)
-    assert breaker.allows(0.0)
-    assert breaker.failure(1.0)
-    assert not breaker.allows(10.9)
-    assert breaker.allows(11.0)
-    assert not breaker.allows(11.0)
-    breaker.success()
-    assert breaker.allows(11.0)
-    assert breaker.opened == 1
