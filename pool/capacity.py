@@ -160,6 +160,8 @@ def plan_capacity(
     """
     if isinstance(model, str):
         model = preset(model)
+    if not isinstance(model, ModelPreset):
+        raise ConfigError("model", repr(model), "a model's name, or a ModelPreset")
     if sum(budget is not None for budget in (checkpoint_slots, checkpoint_bytes, memory_bytes)) != 1:
         raise ConfigError(
             "checkpoint budget", "none or several", "one of checkpoint_slots, checkpoint_bytes, memory_bytes"

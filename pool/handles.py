@@ -31,7 +31,7 @@ class SlotHandle(NamedTuple):
     @classmethod
     def unpack(cls, packed: int) -> SlotHandle:
         """The inverse of `pack`. Raises ConfigError for a number that is no unsigned 64-bit integer."""
-        if not 0 <= packed < 1 << 64:
+        if not isinstance(packed, int) or not 0 <= packed < 1 << 64:
             raise ConfigError("packed", packed, "an unsigned 64-bit integer")
         return cls(
             packed & (MAX_SLOTS - 1),

@@ -67,7 +67,6 @@ class StateIdTable:
         A field that is None keeps what the device holds: `advance_state_ids` moves those on without the host. Then
         `sources[i]` = the row of the last step whose values row i takes over (-1 = zero); default: row i itself.
         """
-        import torch
 
         rows = len(read_ids)
         self._check_rows(rows)
@@ -87,7 +86,7 @@ class StateIdTable:
             if values is None:
                 kept.append(number)
             else:
-                staging[number, :rows] = torch.as_tensor(values, dtype=torch.int32)
+                staging[number, :rows] = _int32(FIELDS[number], values)
         held = self._buffer[kept].clone() if kept else None
         self._buffer.copy_(staging, non_blocking=True)
         if held is not None:
@@ -103,9 +102,10 @@ class StateIdTable:
 
     def clear(self, rows: Sequence[int]) -> None:
         """Makes the given rows name no slot, in stream order: a request that ends leaves no id behind."""
+        bad = [row for row in rows if not 0 <= row < self.max_rows]
+        if bad:
+            raise ConfigError("rows", bad[0], f"0 .. {self.max_rows - 1}")
         for row in rows:
-            if not 0 <= row < self.max_rows:
-                raise ConfigError("rows", row, f"0 .. {self.max_rows - 1}")
             self._buffer[:2, row] = NONE
             self._buffer[2:, row] = 0
 
@@ -116,3 +116,12 @@ class StateIdTable:
     def _check_rows(self, rows: int) -> None:
         if not 0 <= rows <= self.max_rows:
             raise ConfigError("rows", rows, f"0 .. {self.max_rows}")
+
+
+def _int32(name: str, values: Sequence[int]) -> torch.Tensor:
+    import torch
+
+    try:
+        return torch.as_tensor(values, dtype=torch.int32)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(name, values, f"int32 values ({error})") from None

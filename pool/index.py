@@ -86,6 +86,8 @@ class CheckpointIndex:
                 raise ConfigError("slot_bytes", slot_bytes, "the bytes of one slot, needed with budget_bytes")
             by_bytes = budget_bytes // slot_bytes
             budget_slots = by_bytes if budget_slots is None else min(budget_slots, by_bytes)
+        if ledger.on_uncache is not None:
+            raise ConfigError("ledger", "one with an index", "one index a ledger: the first would keep what is evicted")
         self.ledger = ledger
         self.budget_slots = ledger.num_slots if budget_slots is None else budget_slots
         check_int("budget_slots", self.budget_slots, 0)

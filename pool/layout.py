@@ -83,6 +83,9 @@ class StateLayout:
     def __post_init__(self) -> None:
         if not self.layers:
             raise ConfigError("layers", "none", "at least one linear-attention layer")
+        for layer in self.layers:
+            if not isinstance(layer, LayerSpec):
+                raise ConfigError("layers", type(layer).__name__, "a LayerSpec for each layer")
 
     @classmethod
     def of(cls, layers: Sequence[LayerSpec]) -> StateLayout:

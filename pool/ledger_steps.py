@@ -200,6 +200,8 @@ class StepLedger(LedgerBase):
 
     def step_done(self, step: int, rank: int = 0) -> None:
         """The fence of `step` has passed on `rank`. A fence that has passed before is counted and ignored."""
+        if not 0 <= rank < len(self._rank_done):
+            raise ConfigError("rank", rank, f"0 .. {len(self._rank_done) - 1}")
         if step > self.submitted:
             raise self.broken(f"fence of step {step}, but only {self.submitted} were submitted")
         if step <= self._rank_done[rank]:

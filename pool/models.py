@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .errors import ConfigError
+from .errors import ConfigError, check_int
 from .layout import StateLayout
 
 
@@ -23,7 +23,8 @@ class ModelPreset:
 
     def rank_heads(self, tp: int) -> tuple[int, int]:
         """Key and value heads of one rank. ConfigError if `tp` does not divide them."""
-        if tp < 1 or self.key_heads % tp or self.value_heads % tp:
+        check_int("tp", tp, 1)
+        if self.key_heads % tp or self.value_heads % tp:
             raise ConfigError("tp", tp, f"a divisor of {self.key_heads} key and {self.value_heads} value heads")
         return self.key_heads // tp, self.value_heads // tp
 

@@ -139,7 +139,7 @@ class MooncakeConfig:
     local_buffer_bytes: int = 16 << 20
 
     def __post_init__(self) -> None:
-        host, _, port = self.master.rpartition(":")
+        host, _, port = str(self.master).rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
             raise ConfigError("master", self.master, "host:port of mooncake_master")
         check_int("segment_bytes", self.segment_bytes, 0)

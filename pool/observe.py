@@ -60,7 +60,8 @@ def snapshot(ledger: Ledger, index: CheckpointIndex | None = None, *, listed: in
     """Counts of slots by condition, their holders and ages, transfers and counters. O(slots)."""
     conditions = {condition.value: 0 for condition in Condition}
     readers: dict[int, list[str]] = {}
-    for holder in ledger.holders.values():
+    # Copied: a scrape runs on a thread of its own.
+    for holder in list(ledger.holders.values()):
         if holder.rec is not None:
             readers.setdefault(holder.rec.slot, []).append(f"request {holder.id}")
     for lease in (*ledger.leases.values(), *ledger.stuck.values()):

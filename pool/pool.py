@@ -66,7 +66,9 @@ class StatePool:
         #: Bytes of state that the pool itself has copied. Publish and restore never add to it.
         self.copied_bytes = 0
         if poison_on_free:
-            self.ledger.on_free = self.poison
+            # Ranks that share a ledger poison one after the other.
+            self._freed_before = self.ledger.on_free
+            self.ledger.on_free = self._freed
         self.allocate()
 
     @property
@@ -122,6 +124,11 @@ class StatePool:
     def poison(self, slot: int) -> None:
         """Fills a slot with NaN and waits for it."""
         self._fill(self._allocated()[slot])
+
+    def _freed(self, slot: int) -> None:
+        if self._freed_before is not None:
+            self._freed_before(slot)
+        self.poison(slot)
 
     def _fill(self, part: torch.Tensor) -> None:
         """Waits, so that no step or transfer of another stream that comes later can be overwritten by the fill."""

@@ -35,7 +35,7 @@ class PrefixKey:
         adapter: str | None = None,
         media: Iterable[tuple[int, int, bytes]] = (),
     ) -> None:
-        self.tokens = tokens if isinstance(tokens, bytes) else encode_tokens(tokens)
+        self.tokens = bytes(tokens) if isinstance(tokens, (bytes, bytearray)) else encode_tokens(tokens)
         if len(self.tokens) % TOKEN_BYTES:
             raise ConfigError("tokens", f"{len(self.tokens)} bytes", f"a multiple of {TOKEN_BYTES}")
         if adapter is not None and not isinstance(adapter, str):
@@ -43,10 +43,13 @@ class PrefixKey:
         self.adapter = adapter
         self.media = tuple(sorted(media))
         last = 0
-        for start, end, digest in self.media:
-            if not last <= start < end <= len(self) or not digest or not isinstance(digest, bytes):
-                raise ConfigError("media", (start, end, digest), f"hashed spans in order within {len(self)} tokens")
-            last = end
+        for span in self.media:
+            hashed = len(span) == 3 and isinstance(span[2], bytes) and span[2]
+            if not hashed or not last <= span[0] < span[1] <= len(self):
+                raise ConfigError(
+                    "media", span, f"hashed spans in order within {len(self)} tokens: (start, end, bytes)"
+                )
+            last = span[1]
         self._starts = [start for start, _, _ in self.media]
         self._ends = [end for _, end, _ in self.media]
         self._by_start = {start: end.to_bytes(8, "little") + digest for start, end, digest in self.media}

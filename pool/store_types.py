@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple, Protocol
 
-from .errors import ConfigError, ErrorClass
+from .errors import ConfigError, ErrorClass, check_int
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class StoreSettings:
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            value, least = getattr(self, item.name), 0 if item.name in ("max_wedged", "backlog") else 1
-            if isinstance(item.default, int) and not (isinstance(value, int) and value >= least):
-                raise ConfigError(item.name, value, f"an int, at least {least}")
-            if not value >= 0:
-                raise ConfigError(item.name, value, "0 or more seconds")
+            value = getattr(self, item.name)
+            if isinstance(item.default, int):
+                check_int(item.name, value, 0 if item.name in ("max_wedged", "backlog") else 1)
+            elif not isinstance(value, (int, float)) or not value >= 0:
+                raise ConfigError(item.name, repr(value), "0 or more seconds")
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,6 @@ class Rig:
         self.pools = [first]
         for _ in clients[1:]:
             self.pools.append(StatePool(layout(heads), slots, ledger=first.ledger, **options))
-        self.ledger.on_free = lambda slot: [pool.poison(slot) for pool in self.pools]
         self.index = CheckpointIndex(self.ledger)
         self.life = Lifecycle(self.ledger, self.index, first)
         self.clients = [client if isinstance(client, StoreClient) else StoreClient(client) for client in clients]

@@ -45,6 +45,17 @@ def capacity(**options: object) -> Callable[[], object]:
     return lambda: plan_capacity(given.pop("model"), **given)  # type: ignore[arg-type]
 
 
+def second_index() -> object:
+    CheckpointIndex(shared := Ledger(4))
+    return CheckpointIndex(shared)
+
+
+def fence_of_rank(rank: int) -> None:
+    submitted = Ledger(4)
+    submitted.submit(submitted.begin_step(), [])
+    submitted.step_done(1, rank)
+
+
 CASES: list[tuple[str, object, str, Callable[[], object]]] = [
     *(
         (name, value, "an int, at least" if name != "num_slots" and name != "reserved" else " .. ", ledger(**{name: value}))
@@ -64,6 +75,7 @@ CASES: list[tuple[str, object, str, Callable[[], object]]] = [
     ("kind", "mamba", "gdn, kda", layer(kind="mamba")),
     ("num_layers", 0, "at least 1", lambda: StateLayout.uniform(0, channels=64, value_heads=2)),
     ("layers", "none", "at least one", lambda: StateLayout.of([])),
+    ("layers", "int", "LayerSpec", lambda: StateLayout.of([1])),  # type: ignore[list-item]
     ("layer", 1, "0 .. 0", lambda: LAYOUT.state_span(1)),
     ("layout", "str", "a StateLayout", lambda: StatePool("layout", 4)),  # type: ignore[arg-type]
     ("device", "tpu", NO_CUDA, lambda: StatePool(LAYOUT, 4, device="tpu")),
@@ -75,6 +87,8 @@ CASES: list[tuple[str, object, str, Callable[[], object]]] = [
     ("tokens", "'str' object", "int32", lambda: PrefixKey([1, "a"])),  # type: ignore[list-item]
     ("tokens", "greater than maximum", "int32", lambda: PrefixKey([2**31])),
     ("tokens", "3 bytes", "a multiple of 4", lambda: PrefixKey(b"abc")),
+    ("tokens", "3 bytes", "a multiple of 4", lambda: PrefixKey(bytearray(b"abc"))),  # type: ignore[arg-type]
+    ("media", "(0, 2)", "hashed spans", lambda: PrefixKey([1, 2], media=[(0, 2)])),  # type: ignore[list-item]
     ("adapter", 3, "a name, or None", lambda: PrefixKey([1], adapter=3)),  # type: ignore[arg-type]
     ("media", "(0, 3", "within 2 tokens", lambda: PrefixKey([1, 2], media=[(0, 3, b"x")])),
     ("media", "'x'", "hashed spans", lambda: PrefixKey([1, 2], media=[(0, 1, "x")])),  # type: ignore[list-item]
@@ -83,9 +97,15 @@ CASES: list[tuple[str, object, str, Callable[[], object]]] = [
     ("budget_bytes", -5, "at least 0", index(budget_bytes=-5, slot_bytes=4)),
     ("slot_bytes", None, "needed with budget_bytes", index(budget_bytes=5)),
     ("max_ghosts", -1, "at least 0", index(max_ghosts=-1)),
+    ("ledger", "one with an index", "one index a ledger", second_index),
+    ("rank", -1, "0 .. 0", lambda: fence_of_rank(-1)),
+    ("rank", 1, "0 .. 0", lambda: fence_of_rank(1)),
     ("ledger", "another", "one ledger", lambda: Lifecycle(Ledger(4), CheckpointIndex(Ledger(4)))),
     ("model", "gpt-2", "glm-5.3-flash", capacity(model="gpt-2")),
     ("tp", 3, "a divisor of", capacity(tp=3)),
+    ("tp", "'2'", "at least 1", capacity(tp="2")),
+    ("tp", 2.0, "at least 1", capacity(tp=2.0)),
+    ("model", None, "a ModelPreset", capacity(model=None)),
     ("max_batch", 2.5, "at least 1", capacity(max_batch=2.5)),
     ("drafts", 8, "0 .. 7", capacity(drafts=8)),
     ("memory_bytes", -1, "at least 0", capacity(checkpoint_slots=None, memory_bytes=-1)),
@@ -93,6 +113,8 @@ CASES: list[tuple[str, object, str, Callable[[], object]]] = [
     ("tenant", 3, "a string", lambda: StoreIdentity("model", "w", tenant=3)),  # type: ignore[arg-type]
     ("master", "host:70000", "host:port", lambda: MooncakeConfig("host:70000")),
     ("segment_bytes", -1, "at least 0", lambda: MooncakeConfig("host:1", segment_bytes=-1)),
+    ("master", None, "host:port", lambda: MooncakeConfig(None)),  # type: ignore[arg-type]
+    ("packed", "x", "unsigned 64-bit", lambda: SlotHandle.unpack("x")),  # type: ignore[arg-type]
     ("packed", -1, "unsigned 64-bit", lambda: SlotHandle.unpack(-1)),
 ]  # fmt: skip
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from compact_state.pool import (
+    UNRESOLVED,
     CapacityError,
     CheckpointIndex,
     ConfigError,
@@ -77,6 +78,22 @@ def test_G2_poison_is_nan_in_every_part_and_comes_back_with_each_free() -> None:
         assert not pool.state_view(0)[slot].isnan().any()
         life.poll()
         assert pool.state_view(0)[slot].isnan().all()
+
+
+def test_G2_every_ranks_slot_is_poisoned() -> None:
+    freed: list[int] = []
+    ledger = Ledger(2)
+    ledger.on_free = freed.append
+    pools = [StatePool(LAYOUT, 2, ledger=ledger, poison_on_free=True) for _ in range(2)]
+    for pool in pools:
+        pool.state_view(0)[:] = 0
+    step = ledger.begin_step()
+    handle = ledger.alloc(step)
+    ledger.abandon(step)
+    assert freed == [handle.slot]
+    for pool in pools:
+        assert pool.state_view(0)[handle.slot].isnan().all()
+        assert not pool.state_view(0)[1 - handle.slot].isnan().any()
 
 
 def test_memory_is_freed_only_asleep() -> None:
@@ -174,7 +191,8 @@ def test_a_cleared_row_names_no_slot_and_holds_nothing() -> None:
     assert [field.tolist() for field in fields] == [[5, -1, -1], [7, -1, -1], [10, 0, 0], [2, 0, 0], [1, 0, 0]]
     for row in (-1, 3):
         with pytest.raises(ConfigError, match="rows"):
-            table.clear([row])
+            table.clear([0, row])
+    assert table.read_ids.tolist() == [5, -1, -1]
 
 
 def test_a_staging_row_is_not_overwritten_before_its_fence() -> None:
@@ -211,8 +229,10 @@ def test_bad_rows_are_named() -> None:
         table.stage(1, [1, 2], [1])
     with pytest.raises(ConfigError, match="sources"):
         table.stage(1, [1], [1], sources=[0])
-    with pytest.raises(ConfigError, match="rows"):
-        table.clear([2])
+    for field, value in (("positions", UNRESOLVED), ("num_accepted", "one"), ("log_half", None)):
+        with pytest.raises(ConfigError, match=f"{field}: got .*int32"):
+            table.stage(1, [1], [1], **{"positions": [0], field: [value]})
+    assert table.read_ids.tolist() == [-1, -1]
     with pytest.raises(ConfigError, match="name"):
         table.view("ids")
     for argument in ("max_rows", "depth"):

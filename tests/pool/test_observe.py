@@ -108,3 +108,21 @@ def test_ranges_around_planning_polling_and_transfers(monkeypatch: Any) -> None:
     assert rig.put(entry)
     assert opened == ["store.put", "end of store.put"]
     rig.close()
+
+
+def test_a_scrape_survives_what_the_ledgers_thread_does_meanwhile() -> None:
+    life = busy()
+
+    class Interrupting:
+        """A holder at which the scraping thread is interrupted by the ledger's: a request comes."""
+
+        id = "interrupting"
+
+        @property
+        def rec(self) -> None:
+            life.admit(life.add("came", PrefixKey([1])))
+
+    life.ledger.holders = {"interrupting": Interrupting(), **life.ledger.holders}  # type: ignore[dict-item]
+    view = life.snapshot()
+    assert sum(view.conditions.values()) == 7
+    assert "came" in life.requests

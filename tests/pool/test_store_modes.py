@@ -166,6 +166,9 @@ def test_a_slot_that_changes_under_a_put_is_noticed_by_the_reader(make):
         ("breaker_failures", 0),
         ("put_deadline_s", -1.0),
         ("find_deadline_s", float("nan")),
+        ("workers", True),
+        ("get_deadline_s", "5"),
+        ("put_deadline_s", None),
     ],
 )
 def test_settings_that_cannot_work_are_refused(argument, value):
