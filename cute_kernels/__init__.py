@@ -7,7 +7,27 @@ Every operator takes torch tensors, runs on the current stream of their device, 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .checkpoints import Checkpoints as Checkpoints
+    from .conv1d import causal_conv1d_commit as causal_conv1d_commit
+    from .conv1d import causal_conv1d_decode as causal_conv1d_decode
+    from .conv1d import causal_conv1d_prefill as causal_conv1d_prefill
+    from .conv1d import causal_conv1d_verify as causal_conv1d_verify
+    from .draft_log import DraftLog as DraftLog
+    from .gated_norm import gated_rms_norm as gated_rms_norm
+    from .gdn import gdn_commit as gdn_commit
+    from .gdn import gdn_decode as gdn_decode
+    from .gdn import gdn_prefill as gdn_prefill
+    from .gdn import gdn_verify as gdn_verify
+    from .kda import kda_commit as kda_commit
+    from .kda import kda_decode as kda_decode
+    from .kda import kda_prefill as kda_prefill
+    from .kda import kda_verify as kda_verify
+    from .layer import gdn_layer_decode as gdn_layer_decode
+    from .layer import kda_layer_decode as kda_layer_decode
+    from .state_ids import advance_state_ids as advance_state_ids
 
 _EXPORTS = {
     "Checkpoints": "checkpoints",

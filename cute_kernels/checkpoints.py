@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
+from .errors import InvalidArgumentError
 
 
 @dataclass(frozen=True)
@@ -30,13 +33,13 @@ class Checkpoints:
     def from_lists(
         cls, entries: Sequence[Sequence[tuple[int, int]]], device: torch.device | str | None = None
     ) -> Checkpoints:
-        """Build from one list of ``(end, slot)`` pairs per sequence."""
-        cu = [0]
-        for pairs in entries:
-            cu.append(cu[-1] + len(pairs))
-        flat = [pair for pairs in entries for pair in sorted(pairs)]
-
-        def column(values: list[int]) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.int32, device=device)
-
-        return cls(cu=column(cu), ends=column([end for end, _ in flat]), slots=column([slot for _, slot in flat]))
+        """Build from one list of ``(end, slot)`` pairs per sequence. Raises InvalidArgumentError for anything else."""
+        try:
+            flat = [(end, slot) for pairs in entries for end, slot in sorted(pairs)]
+            ends, slots = (torch.tensor([pair[i] for pair in flat], dtype=torch.int32) for i in (0, 1))
+            cu = torch.tensor([0, *itertools.accumulate(map(len, entries))], dtype=torch.int32)
+        except (TypeError, ValueError, RuntimeError):
+            raise InvalidArgumentError(
+                "entries", entries, "a list of (end, slot) pairs of int32 per sequence"
+            ) from None
+        return cls(cu=cu.to(device), ends=ends.to(device), slots=slots.to(device))

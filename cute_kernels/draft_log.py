@@ -12,6 +12,8 @@ from typing import Literal
 
 import torch
 
+from .errors import InvalidArgumentError
+
 
 @dataclass
 class DraftLog:
@@ -75,14 +77,18 @@ class DraftLog:
             hv: value heads.
             channels: conv channels C, or None to log no conv inputs.
             device: where the log lives.
-            max_tokens: drafts per row, Tmax.
+            max_tokens: drafts per row, Tmax. Kernels of the delta rules take at most 8.
             head_dim_k: K.
             head_dim_v: V.
             dtype: dtype of the operator's inputs (k, raw gate, x). Kernels take bf16 only.
             u_dtype: dtype of u and of the GDN decay. Kernels take fp32 only.
             half: ``[batch]`` int32 to share between layers.
             rows: as the attribute.
+
+        Raises InvalidArgumentError for another kind.
         """
+        if kind not in ("gdn", "kda"):
+            raise InvalidArgumentError("kind", repr(kind), "'gdn' or 'kda'")
 
         def empty(*shape: int, of: torch.dtype) -> torch.Tensor:
             return torch.empty(batch, 2, max_tokens, *shape, dtype=of, device=device)

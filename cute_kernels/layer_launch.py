@@ -12,6 +12,7 @@ from .compile.shared_library import family
 from .configs import layer as configs
 from .configs import tables
 from .configs.recurrent import Kind, StateDtype
+from .configs.verify import MAX_TOKENS
 from .delta_rule import check_parameters, kind_of
 from .draft_log import DraftLog
 from .errors import InvalidArgumentError, UnsupportedConfigError
@@ -270,6 +271,7 @@ def layer_function(kind: Kind, verify: bool, backend: Backend, *given: Any) -> C
         cu_seqlens, log_keys, _, _, _, half, log_rows = given[14:21]
         held = rows == log_rows.numel() if flags & configs.MAPPED else rows <= half.numel()
         fits &= cu_seqlens.numel() == rows + 1 and log_keys.shape[3] == hk and held
+        fits &= log_keys.shape[2] <= MAX_TOKENS
     if not fits or rows == 0:
         raise ValueError
     check_gate(None, scale)

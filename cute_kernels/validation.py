@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 
 from .checkpoints import Checkpoints
+from .configs.verify import MAX_TOKENS
 from .draft_log import DraftLog
 from .errors import BackendUnavailableError, InvalidArgumentError, UnsupportedConfigError
 
@@ -160,6 +161,11 @@ def check_log(
         hk, hv, key_size, value_size = heads
         raw: Sequence[torch.dtype] = (torch.bfloat16,) if kernels else FLOAT_DTYPES
         exact: Sequence[torch.dtype] = (torch.float32,) if kernels else FLOAT_DTYPES
+        if kernels and log.max_tokens > MAX_TOKENS:
+            raise UnsupportedConfigError(
+                f"draft_log: {log.max_tokens} tokens a row; allowed with kernels: at most {MAX_TOKENS} "
+                "(backend='reference' serves others)"
+            )
         parts.append(("draft_log.k", log.k, (hk, key_size), raw))
         parts.append(("draft_log.u", log.u, (hv, value_size), exact))
         parts.append(("draft_log.g", log.g, (hv, key_size) if kda else (hv,), raw if kda else exact))

@@ -98,11 +98,13 @@ def verify_function(kind: Kind, key: configs.VerifyKey | None, backend: Backend,
     """
     if not runs_kernels(backend, "q", given[0]):
         raise ValueError
-    (q, _, _, _, _, A_log, dt_bias, state, read_ids, _, cu_seqlens), (half, log_rows) = given[:11], given[14:16]
+    (q, _, _, _, _, A_log, dt_bias, state, read_ids, _, cu_seqlens), log_keys = given[:11], given[11]
+    half, log_rows = given[14:16]
     mapped, _, round_tokens, _, scale = given[18:23]
     hk, hv, rows = q.shape[1], A_log.numel(), read_ids.numel()
     sound = hv % hk == 0 and dt_bias.numel() == (hv if kind == "gdn" else hv * HEAD_DIM)
-    sound &= cu_seqlens.numel() == rows + 1 and (rows == log_rows.numel() if mapped else rows <= half.numel())
+    sound &= log_keys.shape[2] <= configs.MAX_TOKENS and cu_seqlens.numel() == rows + 1
+    sound &= rows == log_rows.numel() if mapped else rows <= half.numel()
     if rows == 0 or not sound:
         raise ValueError
     check_gate(None, scale)
@@ -170,11 +172,12 @@ def commit_family(
 
 def commit_function(kind: Kind, key: configs.VerifyKey | None, backend: Backend, *given: Any) -> CompiledKernel:
     """The loaded function for such arguments of it. Raises as `verify_function`."""
-    (dt_bias, state, read_ids), (half, log_rows), mapped = given[6:9], given[14:16], given[18]
+    (dt_bias, state, read_ids), log_keys, (half, log_rows), mapped = given[6:9], given[11], given[14:16], given[18]
     if not runs_kernels(backend, "state", state):
         raise ValueError
     rows = read_ids.numel()
     sound = dt_bias is None or dt_bias.numel() == state.shape[1] * HEAD_DIM
+    sound &= log_keys.shape[2] <= configs.MAX_TOKENS
     sound &= rows == log_rows.numel() if mapped else rows <= half.numel()
     if rows == 0 or not sound:
         raise ValueError

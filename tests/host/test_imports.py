@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -62,3 +63,15 @@ def test_light_modules_import_nothing_heavy(module, absent):
     code = f"import sys, {module}; print([m for m in {absent!r} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_type_checkers_see_the_operators_as_they_are():
+    """The package finds its names at run time; type checkers and editors read the imports beside that."""
+    tree = ast.parse((ROOT / "cute_kernels" / "__init__.py").read_text())
+    named = {
+        alias.asname: node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    exports = importlib.import_module("compact_state.cute_kernels")._EXPORTS
+    assert {name: module for name, module in named.items() if name in exports} == exports
+    for name in exports:
+        assert getattr(importlib.import_module("compact_state.cute_kernels"), name).__name__ == name

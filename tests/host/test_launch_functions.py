@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from compact_state.cute_kernels import conv_launch, layer_launch, prefill_launch, state_ids
+from compact_state.cute_kernels import conv_launch, layer_launch, prefill_launch, state_ids, verify_launch
 from compact_state.cute_kernels.configs import conv1d
 from compact_state.cute_kernels.configs import layer as layer_configs
 from compact_state.cute_kernels.errors import InvalidArgumentError
@@ -166,7 +166,8 @@ def test_a_layer_step_has_a_function_only_for_sizes_that_agree(kind, verify, mon
         [(-1, math.nan)],
     ]
     if verify:
-        wrong += [[(14, sized(3))], [(15, SimpleNamespace(shape=(3, 2, 8, 2, 128)))], [(19, sized(2))]]
+        logs = [[(15, SimpleNamespace(shape=shape))] for shape in ((3, 2, 8, 2, 128), (3, 2, 9, 1, 128))]
+        wrong += [[(14, sized(3))], *logs, [(19, sized(2))]]
     for changes in wrong:
         with pytest.raises((ValueError, KeyError)):
             function(*changes)
@@ -179,3 +180,36 @@ def test_a_layer_step_has_a_function_only_for_sizes_that_agree(kind, verify, mon
         assert function(of=mapped).kind == kind
         with pytest.raises(ValueError):
             function((20, sized(2)), of=mapped)
+
+
+@pytest.mark.parametrize("kind", ["gdn", "kda_softplus", "kda_bounded"])
+def test_verify_and_commit_have_a_function_only_for_sizes_that_agree(kind, monkeypatch):
+    monkeypatch.setattr(verify_launch, "runs_kernels", lambda backend, name, x: backend != "reference")
+    monkeypatch.setattr(
+        verify_launch, "verify_kernels", {"recurrent_verify": lambda key: key, "wy_verify": lambda key: key}
+    )
+    sized = lambda *shape: torch.zeros(shape, device="meta")
+    q, hv, rows = sized(5, 1, 128), 2, 3
+    bias = sized(hv if kind == "gdn" else hv * 128)
+    state, read = sized(4, hv, 128, 128), sized(rows)
+    log = [sized(rows, 2, 8, 1, 128), None, None, sized(rows), sized(rows)]
+    right = [q, None, None, None, None, sized(hv), bias, state, read, read, sized(rows + 1), *log, read, None]
+    right += [False, True, False, 0, None, 0.0]
+    for function, wrong in (
+        (verify_launch.verify_function, [(10, sized(rows)), (5, sized(3)), (22, math.nan)]),
+        (verify_launch.commit_function, []),
+    ):
+        commit = not wrong
+        if commit and kind == "gdn":
+            right[6] = None  # its decay stands in the log
+        assert function(kind, None, "auto", *right).commit == commit
+        wrong += [(6, sized(7)), (8, sized(0)), (11, sized(rows, 2, 9, 1, 128)), (14, sized(2))]
+        for place, value in wrong:
+            given = list(right)
+            given[place] = value
+            with pytest.raises((ValueError, KeyError)):
+                function(kind, None, "auto", *given)
+        with pytest.raises(ValueError):
+            function(kind, None, "reference", *right)
+        mapped = [*right[:14], sized(1), read, *right[16:18], True, *right[19:]]
+        assert function(kind, None, "auto", *mapped)

@@ -105,6 +105,36 @@ def test_a_log_and_a_plan_have_the_sizes_that_their_makers_say():
     assert (plan.cu.tolist(), plan.ends.tolist(), plan.slots.tolist()) == ([0, 1, 1, 3], [5, 2, 4], [1, 3, 0])
 
 
+@pytest.mark.parametrize("tokens", [8, 9])
+def test_logs_wider_than_the_kernels_are_refused_by_name(tokens):
+    """A kernel replays eight tokens: of a longer row it would drop the rest of what was accepted."""
+    log, rows = DraftLog.allocate("gdn", 3, 1, 2, 16, max_tokens=tokens), ids(0, 1, 2)
+    heads = (1, 2, 128, 128)
+    validation.check_log(log, rows, 3, CPU, heads=heads, kernels=False)
+    validation.check_log(log, rows, 3, CPU, inputs=(16, torch.bfloat16), kernels=True)
+    if tokens == 8:
+        validation.check_log(log, rows, 3, CPU, heads=heads, kernels=True)
+    else:
+        with pytest.raises(UnsupportedConfigError, match=r"draft_log: 9 tokens a row; allowed with kernels: at most 8"):
+            validation.check_log(log, rows, 3, CPU, heads=heads, kernels=True)
+
+
+@pytest.mark.parametrize(
+    ("argument", "call"),
+    [
+        ("kind", lambda: DraftLog.allocate("GDN", 3, 1, 2, None)),
+        ("entries", lambda: Checkpoints.from_lists([(5, 1), (2, 3)])),
+        ("entries", lambda: Checkpoints.from_lists([[(5,)]])),
+        ("entries", lambda: Checkpoints.from_lists([[(5, 2**31)]])),
+        ("entries", lambda: Checkpoints.from_lists([[(5, "1")]])),
+        ("entries", lambda: Checkpoints.from_lists(7)),
+    ],
+)
+def test_makers_of_arguments_name_what_is_wrong(argument, call):
+    with pytest.raises(InvalidArgumentError, match=f"^{argument}: got .*; allowed: "):
+        call()
+
+
 def test_gates_have_kernels_of_their_own():
     assert delta_rule.kind_of(False, None) == "gdn"
     assert delta_rule.kind_of(True, None) == "kda_softplus"
