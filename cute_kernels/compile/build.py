@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..errors import CompileError
+from ..errors import CompileError, InvalidArgumentError
 from . import shared_library
 from .cache import _build_object, _is_whole, digest_of, object_path
 from .fingerprint import TARGET, compiler_version
@@ -85,15 +85,32 @@ def link_objects(built: Sequence[tuple[Entry, Path]], out: Path) -> Path:
     return shared_library.link([path for _, path in built], out, index)
 
 
+def _matching(only: str) -> list[Entry]:
+    """Entries of the manifest whose symbols match a regular expression, at least one."""
+    entries = manifest()
+    try:
+        found = [entry for entry in entries if re.search(only, entry.key.symbol())]
+    except re.error as error:
+        raise InvalidArgumentError("only", repr(only), f"a regular expression ({error})") from None
+    if not found:
+        raise InvalidArgumentError("only", repr(only), f"one that matches a symbol, such as {entries[0].key.symbol()}")
+    return found
+
+
 def build(out: Path | None, shared: bool, only: str = "", jobs: int | None = None, progress: bool = True) -> bool:
     """Build the manifest (or the symbols that match `only`), print its report; whether all of it is within budget.
 
-    With `out` the objects, or with `shared` one library, are put there beside `report.json`.
+    With `out` the objects, or with `shared` one library, are put there beside `report.json`. Raises InvalidArgumentError before
+    anything is compiled.
     """
     from rich.console import Console
     from rich.table import Table
 
-    entries = [entry for entry in manifest() if re.search(only, entry.key.symbol())]
+    if jobs is not None and jobs < 1:
+        raise InvalidArgumentError("jobs", jobs, "at least 1")
+    if shared and out is None:
+        raise InvalidArgumentError("shared", "no out", "out, the folder for the library")
+    entries = _matching(only)
     results = build_all(entries, jobs or os.cpu_count() or 1, progress)
     table = Table("kernel", "registers", "spill", "stack", "verdict")
     sound = True

@@ -9,12 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from compact_state.cute_kernels.compile import cache, fingerprint, shared_library
+from compact_state.cute_kernels.compile import build, cache, fingerprint, shared_library
 from compact_state.cute_kernels.compile.manifest import manifest
 from compact_state.cute_kernels.compile.report import parse_remarks
 from compact_state.cute_kernels.configs.recurrent import RecurrentDecodeKey, candidates
 from compact_state.cute_kernels.configs.state_ids import StateIdsKey
-from compact_state.cute_kernels.errors import BackendUnavailableError, CompileCacheError, CompileError
+from compact_state.cute_kernels.errors import (
+    BackendUnavailableError,
+    CompileCacheError,
+    CompileError,
+    InvalidArgumentError,
+)
 
 KEY = StateIdsKey()
 
@@ -196,3 +201,21 @@ def test_only_build_functions_call_the_compiler():
             assert file.parent.name == "kernels"
         assert "cute.compile(" not in text or file.name == "cache.py"
     assert os.environ["CUTE_DSL_ARCH"] == "sm_90a"
+
+
+@pytest.mark.parametrize(
+    ("argument", "options", "allowed"),
+    [
+        ("only", {"only": "("}, "a regular expression"),
+        ("only", {"only": "no_such_kernel"}, "matches a symbol, such as"),
+        ("jobs", {"jobs": 0}, "at least 1"),
+        ("jobs", {"jobs": -1}, "at least 1"),
+        ("shared", {"shared": True}, "out"),
+    ],
+)
+def test_a_build_that_cannot_be_is_refused_before_it_compiles(argument, options, allowed, tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "build_all", lambda *given: pytest.fail("compiled"))
+    out = None if argument == "shared" else tmp_path / "out"
+    with pytest.raises(InvalidArgumentError, match=f"^{argument}: got .*; allowed: .*{allowed}"):
+        build.build(out, **{"shared": False, **options})
+    assert not (tmp_path / "out").exists()
