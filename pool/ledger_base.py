@@ -229,17 +229,6 @@ class LedgerBase:
                 self.on_free(rec.slot)
             self.free.append(rec)
 
-    def _take(self, step: int) -> SlotRecord:
-        """One slot that `step` writes; CapacityError before anything is changed."""
-        if not self.free:
-            self._reclaim(1)
-        rec = self.free.pop()
-        rec.epoch = self.epoch
-        rec.write_step = step
-        rec.since = self.submitted
-        self.counters.allocs += 1
-        return rec
-
     def _reclaim(self, count: int) -> None:
         """Evicts until `count` slots are free; CapacityError before anything is changed."""
         if len(self.free) + len(self.evictable) < count:

@@ -78,14 +78,6 @@ class StepLedger(LedgerBase):
         self._planned = self.submitted + 1
         return self._planned
 
-    def alloc(self, step: int) -> SlotHandle:
-        """A slot that `step` writes; evicts the least recently used checkpoint if needed. CapacityError if none."""
-        if step != self._planned or not step:
-            raise self._not_open(step)
-        rec = self._take(step)
-        self._plan.append(rec)
-        return self.handle(rec)
-
     def alloc_besteffort(self, step: int) -> SlotHandle | None:
         """A slot for an export of `step`, or None when admitted requests may need all that is left."""
         if step != self._planned or not step:
@@ -93,7 +85,13 @@ class StepLedger(LedgerBase):
         if len(self.free) + len(self.evictable) <= self.demand:
             self.counters.exports_skipped += 1
             return None
-        rec = self._take(step)
+        if not self.free:
+            self.evict_oldest()
+        rec = self.free.pop()
+        rec.epoch = self.epoch
+        rec.write_step = step
+        rec.since = self.submitted
+        self.counters.allocs += 1
         self._plan.append(rec)
         return self.handle(rec)
 

@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from importlib.util import find_spec
 from pathlib import Path
@@ -126,17 +125,6 @@ class LoopbackMooncake:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.admin_port}/get_all_keys", timeout=5) as answer:
             text = answer.read().decode()
         return list(json.loads(text)) if text.startswith("[") else text.split()
-
-    def wait_until_writable(self, timeout_s: float = 30.0) -> None:
-        """Returns once the store takes an object: after a restart its owner has to join again."""
-        client = self.config.connect()
-        limit = time.monotonic() + timeout_s
-        with client as raw:
-            while raw.put(f"probe-{time.monotonic_ns()}", b"x" * 64) != 0:  # type: ignore[attr-defined]
-                if time.monotonic() >= limit:
-                    raise StateIOError(f"the store at {self.address} takes nothing after {timeout_s} s")
-                time.sleep(0.1)
-        client.close(5.0)
 
     def close(self) -> None:
         """Ends both processes."""

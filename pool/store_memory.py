@@ -92,10 +92,6 @@ class SlotMemory:
         """A thread that ends returns its buffer."""
         self._free.append(buffer)
 
-    @property
-    def attached(self) -> bool:
-        return self._memory is not None
-
     def attach(self) -> None:
         """Registers the pool's memory, once for all slots, and keeps it alive until `detach`."""
         memory = self.pool.memory

@@ -147,18 +147,6 @@ class Fleet:
         self.engines.pop(label).close()
         self.failed[label] = str(why)
 
-    def ask_all(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """Ask every engine at the same time, where time is not what is measured; one that fails is dropped."""
-        with concurrent.futures.ThreadPoolExecutor(len(self.engines)) as pool:
-            asked = {label: pool.submit(running.ask, do, **arguments) for label, running in self.engines.items()}
-        answers = {}
-        for label, answer in asked.items():
-            try:
-                answers[label] = answer.result()
-            except EngineError as error:
-                self.drop(label, error)
-        return answers
-
     def each(self, work: Callable[[Running], None]) -> None:
         """Wait for every engine and do `work` with it, side by side; one that fails is dropped and ends nobody else."""
 
