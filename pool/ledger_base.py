@@ -261,6 +261,8 @@ class LedgerBase:
         self.evictable.pop(rec.slot, None)
         self.counters.uncached += 1
         self.log.append((self.submitted, reason, rec.slot, rec.position))
-        if self.on_uncache is not None and entry is not None:
-            self.on_uncache(entry, reason)
-        self._settle(rec)
+        try:
+            if self.on_uncache is not None and entry is not None:
+                self.on_uncache(entry, reason)
+        finally:
+            self._settle(rec)

@@ -110,8 +110,11 @@ class SlotMemory:
     def detach(self) -> None:
         """Unregisters the pool's memory and lets go of it."""
         memory, self._memory = self._memory, None
-        if memory is not None and self.mode != "staged":
-            self.client.unregister(memory.data_ptr())
+        if memory is None or self.mode == "staged":
+            return
+        code = self.client.unregister(memory.data_ptr())
+        if code != 0:
+            logger.warning("the pool's memory stays registered: %d", code)
 
     def release_ring(self) -> None:
         """Unregisters the ring."""

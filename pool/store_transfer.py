@@ -11,7 +11,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from . import mooncake
 from .errors import ErrorClass, PoolError, StateIOError, StuckLeaseError
@@ -22,12 +21,6 @@ from .pool import StatePool
 from .store_keys import HEADER_BYTES, Header, HeaderFault
 from .store_memory import RingBuffer, SlotMemory
 from .store_types import Breaker, Completion, Job, StoreSettings
-
-
-@dataclass
-class _Queued:
-    job: Job
-    taken: bool = False
 
 
 class StepFences:
@@ -80,8 +73,8 @@ class StateTransfer:
         self.breaker = Breaker(self.settings.breaker_failures, self.settings.breaker_cooldown_s)
         self.memory = SlotMemory(pool, client, self.settings.workers + self.settings.max_wedged, mode)
         self._wait_step, self._clock = wait_step, clock
-        self._queue: deque[_Queued] = deque()
-        self._running: dict[int, _Queued] = {}
+        self._queue: deque[Job] = deque()
+        self._running: dict[int, Job] = {}
         self._wedged: set[int] = set()
         self._done: deque[Completion] = deque()
         self._wake = threading.Condition()
@@ -106,7 +99,7 @@ class StateTransfer:
         """Queues a job; exactly one completion follows unless it is withdrawn."""
         with self._wake:
             if not self._closing:
-                self._queue.append(_Queued(job))
+                self._queue.append(job)
                 self._wake.notify()
                 return
         self._done.append(_failed(job, "the transfer threads are closed"))
@@ -114,9 +107,9 @@ class StateTransfer:
     def withdraw(self, op: int) -> bool:
         """True if the job had not started and never will: no completion follows."""
         with self._wake:
-            for queued in self._queue:
-                if queued.job.op == op:
-                    self._queue.remove(queued)
+            for job in self._queue:
+                if job.op == op:
+                    self._queue.remove(job)
                     return True
         return False
 
@@ -142,7 +135,7 @@ class StateTransfer:
     def detach(self) -> None:
         """Unregisters it. StuckLeaseError while a transfer may touch it."""
         with self._wake:
-            busy = [queued.job.op for queued in self._running.values() if queued.job.kind in ("put", "get")]
+            busy = [op for op, job in self._running.items() if job.kind in ("put", "get")]
         if busy:
             raise StuckLeaseError(f"transfers {busy} may still touch the pool's memory")
         self.memory.detach()
@@ -153,7 +146,7 @@ class StateTransfer:
         with self._wake:
             self._closing = True
             while self._queue:
-                self._done.append(_failed(self._queue.popleft().job, "the transfer threads are closed"))
+                self._done.append(_failed(self._queue.popleft(), "the transfer threads are closed"))
             self._wake.notify_all()
             threads = list(self._threads)
         for thread in threads:
@@ -183,10 +176,10 @@ class StateTransfer:
                     self._threads.discard(threading.current_thread())
                     self.memory.give(buffer)
                     return
-                queued = self._queue.popleft()
-                op = queued.job.op
-                self._running[op] = queued
-            completion = self._perform(queued.job, buffer)
+                job = self._queue.popleft()
+                op = job.op
+                self._running[op] = job
+            completion = self._perform(job, buffer)
             with self._wake:
                 del self._running[op]
                 surplus = op in self._wedged
@@ -207,9 +200,9 @@ class StateTransfer:
             with traced(f"store.{job.kind}"):
                 completion = work(job, buffer)
         except PoolError as error:
-            completion = _failed(job, str(error), error=error.error_class)
+            return _failed(job, str(error), error=error.error_class)
         except Exception as error:  # A thread that dies would leave its lease without an end.
-            completion = _failed(job, f"{type(error).__name__}: {error}")
+            return _failed(job, f"{type(error).__name__}: {error}")
         if completion.transport:
             self.breaker.failure(self._clock())
         else:

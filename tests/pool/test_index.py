@@ -310,3 +310,21 @@ def test_H5_boundary_of_a_resume_point() -> None:
         assert found.position == boundary * interval == resume // interval * interval
         assert found.entry is index.get(key, boundary * interval)
         assert index.get(key, resume + 5) is None
+
+
+def test_a_hook_that_raises_leaks_no_slot() -> None:
+    life = Lifecycle(ledger := Ledger(2), CheckpointIndex(ledger))
+    request = life.add("a", PrefixKey(range(9)))
+    assert life.admit(request)
+    life.launched(life.plan([StepRow(request, 4)]).step)
+    life.poll()
+    assert life.finish(request) is not None
+
+    def raises(entry: IndexEntry, reason: str) -> None:
+        raise RuntimeError(reason)
+
+    life.index.on_remove = raises
+    with pytest.raises(RuntimeError, match="evicted"):
+        ledger.evict_oldest()
+    check(ledger, life.index)
+    assert len(ledger.free) == 2

@@ -8,7 +8,7 @@ import pytest
 from compact_state.pool import ConfigError, MooncakeConfig, StateIOError
 from compact_state.pool.mooncake import StoreClient
 from compact_state.pool.store import MooncakeStateStore
-from compact_state.pool.store_types import Breaker
+from compact_state.pool.store_types import Breaker, Job
 from tests.pool.store_rig import IDENTITY, PROMPT, QUICK, Rig, stored_by_another
 
 
@@ -186,3 +186,29 @@ def test_memory_that_is_refused_after_a_wake_is_offered_again(make):
     assert not rig.store.put(entry)
     now[0] = 6.0
     assert rig.put(entry)
+
+
+def test_a_step_that_never_came_says_nothing_for_the_store(make):
+    """The transfer half's breaker stays open when a probe ends before the store was asked."""
+
+    def no_fence(step):
+        raise StateIOError(f"step {step} was not launched")
+
+    rig = make(settings=replace(QUICK, breaker_failures=1, breaker_cooldown_s=0.0), wait_step=no_fence)
+    port = rig.ports[0]
+    port.breaker.failure(0.0)
+    port.submit(Job(1, "get", ("key",), 0, 4, after_step=3))
+    done = []
+    rig.settle(lambda: done.extend(port.completions()) or done)
+    assert (done[0].ok, done[0].reason) == (False, "step 3 was not launched")
+    assert port.breaker.open
+
+
+def test_memory_that_stays_registered_is_logged(make, monkeypatch, caplog):
+    rig = make()
+    plain = rig.raw[0].unregister_buffer
+    monkeypatch.setattr(rig.raw[0], "unregister_buffer", lambda pointer: (plain(pointer) and -600) or -800)
+    rig.life.sleep(deadline_s=5, progress=rig.store.poll)
+    rig.store.poll()
+    assert "memory stays registered: -800" in caplog.text
+    rig.life.wake()
