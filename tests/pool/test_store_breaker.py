@@ -9,7 +9,7 @@ from compact_state.pool import ConfigError, MooncakeConfig, StateIOError
 from compact_state.pool.mooncake import StoreClient
 from compact_state.pool.store import MooncakeStateStore
 from compact_state.pool.store_types import Breaker, Job
-from tests.pool.store_rig import IDENTITY, PROMPT, QUICK, Rig, stored_by_another
+from tests.pool.store_rig import IDENTITY, PROMPT, QUICK, Fence, Rig, stored_by_another
 
 
 def test_a_dead_store_is_not_asked_again_and_again(make):
@@ -82,19 +82,41 @@ def test_finds_behind_a_slow_transfer_say_nothing_against_the_store(make):
     assert rig.raw[0].calls["exist"] == asked + 1
 
 
-@pytest.mark.parametrize("code", [None, -900])
-def test_a_find_that_hangs_counts_once_and_opens_the_breaker(make, monkeypatch, code):
-    now = [0.0]
-    rig = make(settings=replace(QUICK, breaker_failures=1, breaker_cooldown_s=50.0), clock=lambda: now[0])
+def hold(raw, monkeypatch):
+    """Questions what the store holds wait: (event that lets them go on, event that one has come)."""
     answers, asked = threading.Event(), threading.Event()
-    plain = rig.raw[0].batch_is_exist
+    plain = raw.batch_is_exist
 
     def slow(keys):
         asked.set()
         assert answers.wait(20)
         return plain(keys)
 
-    monkeypatch.setattr(rig.raw[0], "batch_is_exist", slow)
+    monkeypatch.setattr(raw, "batch_is_exist", slow)
+    return answers, asked
+
+
+def test_an_answer_about_old_weights_is_not_acted_on(make, monkeypatch):
+    """Its name is that of the old weights' state: loading it now would make it a state of the new ones."""
+    stored_by_another(make)
+    rig = make()
+    answers, asked = hold(rig.raw[0], monkeypatch)
+    request = rig.request(PROMPT)
+    assert rig.store.find(request, [10])
+    assert asked.wait(20)
+    rig.life.new_weights()
+    rig.store.new_weights("weights-2")
+    answers.set()
+    rig.settle(lambda: not rig.store.pending(request))
+    assert rig.store.counters.finds_hit == 1
+    assert (rig.raw[0].calls["get"], rig.index.size) == (0, 0)
+
+
+@pytest.mark.parametrize("code", [None, -900])
+def test_a_find_that_hangs_counts_once_and_opens_the_breaker(make, monkeypatch, code):
+    now = [0.0]
+    rig = make(settings=replace(QUICK, breaker_failures=1, breaker_cooldown_s=50.0), clock=lambda: now[0])
+    answers, asked = hold(rig.raw[0], monkeypatch)
     if code is not None:
         rig.raw[0].codes["exist"].append(code)
     request = rig.request(PROMPT)
@@ -131,6 +153,42 @@ def test_a_put_that_gets_no_lease_leaves_the_probe_to_others(make):
     assert entry.stored
 
 
+def test_a_put_whose_step_never_ends_costs_no_slot(make):
+    now = [0.0]
+    rig = make(settings=replace(QUICK, put_deadline_s=3.0), clock=lambda: now[0])
+    request, fence = rig.request(PROMPT), Fence()
+    assert rig.life.admit(request)
+    (entry,) = rig.run(request, 10, [10], fence=fence)
+    assert rig.store.put(entry)
+    now[0] = 4.0
+    rig.store.poll()
+    assert (rig.ledger.quarantined, len(rig.ledger.leases)) == (0, 0)
+    assert (rig.store.counters.withdrawn, rig.store.counters.puts_failed) == (1, 1)
+    assert rig.raw[0].calls["exist"] == 0
+    fence.open = True
+    rig.life.poll()
+    rig.life.cancel(request)
+
+
+def test_nothing_is_put_under_a_key_that_is_to_go(make, backend):
+    stored_by_another(make)
+    (key,) = backend.objects
+    backend.objects[key] = b"x" * len(backend.objects[key])
+    now = [0.0]
+    rig = make(settings=replace(QUICK, remove_after_s=50.0), clock=lambda: now[0])
+    assert rig.resume(PROMPT, [10]) == 0
+    entries = [rig.checkpoint(PROMPT[:10]), rig.checkpoint([7])]
+    for entry in entries:
+        rig.store.put(entry)
+    assert rig.store.settle(10)
+    assert [entry.stored for entry in entries] == [False, True]
+    assert rig.store.counters.puts_refused == 1
+    backend.leased.clear()
+    now[0] = 60.0
+    rig.settle(lambda: rig.store.counters.keys_removed == 1)
+    assert rig.put(entries[0])
+
+
 def test_caps_of_zero_make_nobody_wait(make):
     stored_by_another(make)
     rig = make(max_gets=0, max_puts=0)
@@ -140,6 +198,18 @@ def test_caps_of_zero_make_nobody_wait(make):
 
 
 # Joining a store
+
+
+def test_a_store_that_is_joined_serves(backend, monkeypatch):
+    rig = Rig([backend.client()])
+    monkeypatch.setattr(MooncakeConfig, "connect", lambda config: StoreClient(backend.client()))
+    store = MooncakeStateStore.connect(rig.life, rig.pools[0], IDENTITY, MooncakeConfig("localhost:1"), QUICK)
+    entry = rig.checkpoint(PROMPT[:10])
+    assert store.put(entry)
+    assert store.settle(10)
+    assert entry.stored
+    store.close()
+    rig.close()
 
 
 @pytest.mark.parametrize("fault", ["no master", "ranks", "pool refused", "ring refused"])
