@@ -44,7 +44,7 @@ def test_lengths(length, dtype, path):
     check([length], dtype=dtype, path=path)
 
 
-@pytest.mark.parametrize("path", ["wholes", "halves", "parts"])
+@pytest.mark.parametrize("path", [*PATHS, COLUMNS])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dataset", DATASETS)
 def test_E10_datasets(dataset, dtype, path):

@@ -120,7 +120,7 @@ def test_rows_do_not_depend_on_batch_slots_or_place(dtype, path):
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("cut", [64, 65, 100, 128, 191])
+@pytest.mark.parametrize("cut", [1, 15, 40, 64, 65, 100, 128, 191])
 def test_causality_a_changed_suffix_changes_no_earlier_bit(cut, path):
     inputs = delta_inputs("gdn", "trained", 200, 2, 4, device="cuda")
     read, write, cu = ids(0, device="cuda"), ids(1, device="cuda"), cu_seqlens([200], device="cuda")

@@ -179,8 +179,9 @@ def test_chunks_in_several_launches(window, dtype, monkeypatch):
     assert torch.equal(bits(results[1][1]), bits(results[0][1]))
 
 
-def test_8192_tokens():
-    check([8192], hk=2, hv=2, dataset="trained")
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+def test_8192_tokens(lower_bound):
+    check([8192], hk=2, hv=2, dataset="trained", lower_bound=lower_bound)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -253,6 +254,12 @@ def test_E7_equal_keys(tokens, logit):
     inputs.k[:] = inputs.k[:1]
     inputs.b[:] = logit
     check_inputs(chunked, inputs, [tokens], "correlated")
+
+
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+@pytest.mark.parametrize("tokens", [64, 1000, 2048, 4096])
+def test_E7_near_equal_keys_over_many_chunks(tokens, lower_bound):
+    check([tokens], hk=1, hv=2, dataset="correlated", lower_bound=lower_bound)
 
 
 @pytest.mark.parametrize("lower_bound", [None, -5.0])

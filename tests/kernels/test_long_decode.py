@@ -1,13 +1,14 @@
-"""E4, E19: how the error of a state grows over 32,768 decode steps, in fp32 and bf16, against the float64 recurrence."""
+"""E4, E19: how the error of a state grows over 32,768 decode steps, in fp32 and bf16, against the float64 recurrence; and that
+a thousand verify steps leave what single steps leave."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from verify_case import DECODE, DTYPES, KINDS, ids
+from verify_case import DECODE, DTYPES, KINDS, commit, ids, make_log, same, single_steps, states, verify
 
 from compact_state.cute_kernels.reference import recurrence
-from compact_state.cute_kernels.reference.datasets import delta_inputs
+from compact_state.cute_kernels.reference.datasets import cu_seqlens, delta_inputs
 from compact_state.cute_kernels.reference.gdn import gdn_tokens
 from compact_state.cute_kernels.reference.kda import kda_tokens
 
@@ -66,3 +67,34 @@ def test_E4_E19_the_error_of_a_state_over_thousands_of_steps(kind, bound):
     assert max(fp32) < 1e-4
     assert fp32[-1] < 8 * fp32[0]
     assert all(ours < 1.1 * theirs for ours, theirs in zip(bf16, storing))
+
+
+@pytest.mark.parametrize(("kind", "bound"), KINDS)
+def test_a_thousand_verify_steps_leave_what_single_steps_leave(kind, bound):
+    """Of six drafts a step 0 to 6 are accepted, the others come again changed. fp32, and bf16 rounded every token: the bits of
+    decode; bf16 rounded where it is stored is not farther from fp32 than decode is."""
+    rows, drafts, steps, rng = 3, 6, 1000, torch.Generator().manual_seed(0)
+    counts = torch.randint(0, drafts + 1, (steps,), generator=rng)
+    counts = torch.stack([counts[torch.randperm(steps, generator=rng)] for _ in range(rows)], 1).int()
+    tokens = int(counts[:, 0].sum())
+    x = delta_inputs(kind, "trained", rows * (tokens + drafts), HK, HV, lower_bound=bound, device="cuda")
+    begins = torch.arange(rows) * (tokens + drafts) + torch.cat([torch.zeros(1, rows), counts]).cumsum(0)[:-1].long()
+    first = (begins[0][:, None] + torch.arange(tokens)).flatten().cuda()
+    cu, slots = cu_seqlens([drafts] * rows, "cuda"), torch.arange(rows, dtype=torch.int32, device="cuda")
+    accepted = torch.cat([torch.zeros(1, rows, dtype=torch.int32), counts]).cuda()
+    found = {}
+    for dtype in DTYPES:
+        found[dtype] = states(rows, HV, dtype, "trained")
+        single_steps(x.rows(first), found[dtype], slots, rows, tokens)
+    for dtype, rounds in ((torch.float32, False), (torch.bfloat16, True), (torch.bfloat16, False)):
+        pool, log = states(rows, HV, dtype, "trained"), make_log(kind, rows, HK, HV)
+        for step, begin in enumerate(begins):
+            drafted = x.rows((begin[:, None] + torch.arange(drafts)).flatten().cuda())
+            drafted.v.masked_fill_((torch.arange(drafts) >= counts[step][:, None]).flatten()[:, None, None].cuda(), 9.0)
+            verify(drafted, pool, slots, slots, cu, log, accepted[step], round_every_token=rounds)
+            log.half.bitwise_xor_(1)
+        commit(x, pool, slots, slots, log, accepted[steps], round_every_token=rounds)
+        if dtype == torch.float32 or rounds:
+            assert same(pool, found[dtype])
+        else:
+            assert error(pool, found[torch.float32].double()) <= error(found[dtype], found[torch.float32].double())
