@@ -24,10 +24,11 @@ A row of V belongs to one block, which stores it only after the pass's copy has 
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, const_expr
-from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
+from cutlass.cute.runtime import make_fake_tensor
 
 from ..compile.cache import cute_compile
 from ..compile.fake import fake_ids, fake_matrix, fake_stream, fake_vector
+from ..compile.fake_heads import fake_gates, fake_states
 from ..configs.layer import CONV_BIAS, CONV_WIDTH, NORM_BF16, PLAIN, SETTLED, SILU_GATE, LayerDecodeKey
 from ..device.arith import fma_rn, mul_rn, sigmoid
 from ..device.conv import DTYPES, copy_into, fake_tokens, window_ptr
@@ -108,34 +109,21 @@ class LayerDecode:
         n, hv = cute.size(mReadIds, mode=[0]), cute.size(mState, mode=[1])
         hk = (cute.size(mX, mode=[1]) // HEAD_DIM - hv) // 2
         self.kernel.set_name_prefix(self.key.symbol(), remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(
+        tensors = (
             mX, mGate, mBeta, mZ, mTaps, mConvBias, mConvState, mALog, mBias, mNormWeight, mState, mReadIds, mWriteIds,
-            mPositions, mOut, flags, scale, lower_bound, eps, n, hk, Float32(hk) / Float32(hv),
-        ).launch(
+            mPositions, mOut,
+        )  # fmt: skip
+        self.kernel(tensors, flags, scale, lower_bound, eps, n, hk, Float32(hk) / Float32(hv)).launch(
             grid=[hv, cutlass.min(n, Int32(GRID_Y)), (n + GRID_Y - 1) // GRID_Y],
             block=[self.threads, 1, 1],
             stream=stream,
             use_pdl=(flags & PLAIN) == 0,
-        )  # fmt: skip
+        )
 
     @cute.kernel
     def kernel(
         self,
-        mX: cute.Tensor,
-        mGate: cute.Tensor,
-        mBeta: cute.Tensor,
-        mZ: cute.Tensor,
-        mTaps: cute.Tensor,
-        mConvBias: cute.Tensor,
-        mConvState: cute.Tensor,
-        mALog: cute.Tensor,
-        mBias: cute.Tensor,
-        mNormWeight: cute.Tensor,
-        mState: cute.Tensor,
-        mReadIds: cute.Tensor,
-        mWriteIds: cute.Tensor,
-        mPositions: cute.Tensor,
-        mOut: cute.Tensor,
+        tensors,  # those of `__call__`, in order
         flags: Int32,
         scale: Float32,
         lower_bound: Float32,
@@ -144,6 +132,7 @@ class LayerDecode:
         hk: Int32,
         heads_ratio: Float32,  # HK / HV
     ):
+        mState, mReadIds, mWriteIds, mPositions, mOut = tensors[10:]
         tidx, _, _ = cute.arch.thread_idx()
         head, row_low, row_high = cute.arch.block_idx()
         seq = row_high * GRID_Y + row_low
@@ -174,9 +163,8 @@ class LayerDecode:
                 key_head = Int32((Float32(head) + Float32(0.5)) * heads_ratio)
                 first = (head == 0) | (Int32((Float32(head) - Float32(0.5)) * heads_ratio) != key_head)
                 self.live_row(
-                    mX, mGate, mBeta, mZ, mTaps, mConvBias, mConvState, mALog, mBias, mNormWeight, mState, mOut, flags, scale,
-                    lower_bound, eps, tidx, head, key_head, first, hk, seq, read, write, position, reads, writes,
-                    early,
+                    tensors, flags, scale, lower_bound, eps, tidx, head, key_head, first, hk, seq, read, write, position, reads,
+                    writes, early,
                 )  # fmt: skip
             if not (reads | writes):
                 cute.arch.griddepcontrol_wait()
@@ -188,18 +176,7 @@ class LayerDecode:
     @cute.jit
     def live_row(
         self,
-        mX: cute.Tensor,
-        mGate: cute.Tensor,
-        mBeta: cute.Tensor,
-        mZ: cute.Tensor,
-        mTaps: cute.Tensor,
-        mConvBias: cute.Tensor,
-        mConvState: cute.Tensor,
-        mALog: cute.Tensor,
-        mBias: cute.Tensor,
-        mNormWeight: cute.Tensor,
-        mState: cute.Tensor,
-        mOut: cute.Tensor,
+        tensors,
         flags: Int32,
         scale: Float32,
         lower_bound: Float32,
@@ -217,6 +194,7 @@ class LayerDecode:
         writes: Boolean,
         early: Boolean,
     ):
+        mX, mGate, mBeta, mZ, mTaps, mConvBias, mConvState, mALog, mBias, mNormWeight, mState, _, _, _, mOut = tensors
         smem = cutlass.utils.SmemAllocator()
         sState = smem.allocate_tensor(self.dtype, cute.make_layout(self.landed * self.pass_rows * HEAD_DIM), 128)
         bars = smem.allocate_array(Int64, self.passes)
@@ -457,25 +435,19 @@ def build(key: LayerDecodeKey):
     n, slots, hv = cute.sym_int(), cute.sym_int(), cute.sym_int()
     channels, values = cute.sym_int(divisibility=HEAD_DIM), cute.sym_int(divisibility=HEAD_DIM)
     window_strides = (cute.sym_int64(divisibility=8), channels, 1)
-    scalars = make_fake_tensor(BFloat16, (n, hv), stride=(cute.sym_int64(), 1), assumed_align=2)
-    gate = make_fake_tensor(BFloat16, (n, hv), stride=(cute.sym_int64(), 1), assumed_align=2)
-    if kernel.kda:
-        stride = (cute.sym_int64(divisibility=8), HEAD_DIM, 1)
-        gate = make_fake_tensor(BFloat16, (n, hv, HEAD_DIM), stride=stride, assumed_align=16)
-    strides = (cute.sym_int64(divisibility=128 // kernel.dtype.width), HEAD_DIM * HEAD_DIM, HEAD_DIM, 1)
     return cute_compile(
         kernel,
         fake_tokens(n, channels),
-        gate,
-        scalars,
+        fake_gates(n, hv, *((HEAD_DIM,) if kernel.kda else ())),
+        fake_gates(n, hv),
         fake_tokens(n, values),
-        make_fake_compact_tensor(kernel.weight_dtype, (channels, CONV_WIDTH), stride_order=(1, 0), assumed_align=16),
+        fake_matrix(kernel.weight_dtype, channels, CONV_WIDTH),
         fake_matrix(kernel.weight_dtype),
         make_fake_tensor(BFloat16, (slots, CONV_WIDTH, channels), stride=window_strides, assumed_align=16),
         fake_vector(Float32, hv),
         fake_vector(Float32, align=16) if kernel.kda else fake_vector(Float32, hv),
         fake_vector(BFloat16, align=16),
-        make_fake_tensor(kernel.dtype, (slots, hv, HEAD_DIM, HEAD_DIM), stride=strides, assumed_align=16),
+        fake_states(kernel.dtype, slots, hv, HEAD_DIM),
         fake_ids(n, Int32),
         fake_ids(n, Int32),
         fake_ids(n, Int32),

@@ -24,10 +24,11 @@ Ids, counts and rows that are dead or cut off: the rules of `recurrent_verify`.
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64
-from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
+from cutlass.cute.runtime import make_fake_tensor
 
 from ..compile.cache import cute_compile
 from ..compile.fake import fake_ids, fake_matrix, fake_stream, fake_vector
+from ..compile.fake_heads import fake_gates, fake_log, fake_states
 from ..configs.layer import CONV_BIAS, CONV_WIDTH, MAPPED, NORM_BF16, PLAIN, SETTLED, SILU_GATE, LayerVerifyKey
 from ..configs.verify import MAX_TOKENS
 from ..device.arith import fma_rn
@@ -40,7 +41,7 @@ from ..device.predicated import load_int_where, load_words_where, store_word_whe
 from ..device.reduce import sum_over
 from ..device.state_io import row_ptr
 from ..device.token_step import HEAD_DIM, NORM_LANES, NORM_VALUES
-from .recurrent_verify import GRID_Y, SCALARS, RecurrentVerify, fake_heads
+from .recurrent_verify import GRID_Y, RecurrentVerify
 
 
 class LayerVerify(RecurrentVerify):
@@ -84,45 +85,23 @@ class LayerVerify(RecurrentVerify):
         n, hv = cute.size(mReadIds, mode=[0]), cute.size(mState, mode=[1])
         hk = cute.size(mLogK, mode=[3])
         self.kernel.set_name_prefix(self.layer.symbol(), remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(
+        tensors = (
             mX, mGate, mBeta, mZ, mTaps, mConvBias, mConvState, mALog, mBias, mNormWeight, mState, mReadIds, mWriteIds,
-            mPositions, mCu, mLogK, mLogU, mLogGate, mLogX, mHalf, mRows, mAccepted, mOut, flags, scale, lower_bound, eps, n,
-            hk, Float32(hk) / Float32(hv),
-        ).launch(
+            mPositions, mCu, mLogK, mLogU, mLogGate, mLogX, mHalf, mRows, mAccepted, mOut,
+        )  # fmt: skip
+        self.kernel(tensors, flags, scale, lower_bound, eps, n, hk, Float32(hk) / Float32(hv)).launch(
             grid=[hv, cutlass.min(n, Int32(GRID_Y)), (n + GRID_Y - 1) // GRID_Y],
             block=[self.threads, 1, 1],
             stream=stream,
             min_blocks_per_mp=self.layer.blocks,
             preferred_smem_carveout=100,
             use_pdl=(flags & PLAIN) == 0,
-        )  # fmt: skip
+        )
 
     @cute.kernel
     def kernel(
         self,
-        mX: cute.Tensor,
-        mGate: cute.Tensor,
-        mBeta: cute.Tensor,
-        mZ: cute.Tensor,
-        mTaps: cute.Tensor,
-        mConvBias: cute.Tensor,
-        mConvState: cute.Tensor,
-        mALog: cute.Tensor,
-        mBias: cute.Tensor,
-        mNormWeight: cute.Tensor,
-        mState: cute.Tensor,
-        mReadIds: cute.Tensor,
-        mWriteIds: cute.Tensor,
-        mPositions: cute.Tensor,
-        mCu: cute.Tensor,
-        mLogK: cute.Tensor,
-        mLogU: cute.Tensor,
-        mLogGate: cute.Tensor,
-        mLogX: cute.Tensor,
-        mHalf: cute.Tensor,
-        mRows: cute.Tensor,
-        mAccepted: cute.Tensor,
-        mOut: cute.Tensor,
+        tensors,  # those of `__call__`, in order
         flags: Int32,
         scale: Float32,
         lower_bound: Float32,
@@ -131,6 +110,7 @@ class LayerVerify(RecurrentVerify):
         hk: Int32,
         heads_ratio: Float32,  # HK / HV
     ):
+        mState, mReadIds, mWriteIds, mPositions, mCu, mLogK, _, _, _, mHalf, mRows, mAccepted, mOut = tensors[10:]
         tidx, _, _ = cute.arch.thread_idx()
         head, row_low, row_high = cute.arch.block_idx()
         seq = row_high * GRID_Y + row_low
@@ -141,22 +121,17 @@ class LayerVerify(RecurrentVerify):
         if seq < n:
             position = load_int_where(seq < n, mPositions, seq)
             row = self.resolve_row(
-                mReadIds, mWriteIds, mCu, mLogK, mHalf, mRows, mAccepted, cute.size(mState, mode=[0]), (flags & MAPPED) != 0,
+                (mReadIds, mWriteIds, mCu, mLogK, mHalf, mRows, mAccepted), cute.size(mState, mode=[0]), (flags & MAPPED) != 0,
                 seq, head, heads_ratio,
             )  # fmt: skip
             # No position is that small. The question keeps its load here, beside the ids' and not behind them.
             known = position > -(1 << 31)
-            row = (*row[:2], row[2] & known, row[3] & known, *row[4:])
-            reads, writes, start, length = row[2], row[3], row[7], row[8]
-            if reads | writes:
-                self.layer_row(
-                    (mX, mGate, mBeta, mZ, mTaps, mConvBias, mConvState, mALog, mBias, mNormWeight, mState, mLogK, mLogU,
-                     mLogGate, mLogX, mOut),
-                    row, position, early, flags, scale, lower_bound, eps, tidx, head, hk,
-                )  # fmt: skip
-            if not (reads | writes):
+            row = row._replace(reads=row.reads & known, writes=row.writes & known)
+            if row.reads | row.writes:
+                self.layer_row(tensors, row, position, early, flags, scale, lower_bound, eps, tidx, head, hk)
+            if not (row.reads | row.writes):
                 self.wait(early)
-                self.zero_rows(mOut, tidx, head, Int32(0), start, start + length)
+                self.zero_rows(mOut, tidx, head, Int32(0), row.start, row.start + row.length)
             if seq == n - 1:
                 self.zero_rows(mOut, tidx, head, Int32(0), Int32(mCu[n]), cute.size(mOut, mode=[0]))
 
@@ -176,8 +151,8 @@ class LayerVerify(RecurrentVerify):
         hk: Int32,
     ):
         (
-            mX, mGate, mBeta, mZ, mTaps, mConvBias, mConvState, mALog, mBias, mNormWeight, mState, mLogK, mLogU, mLogGate, mLogX,
-            mOut,
+            mX, mGate, mBeta, mZ, mTaps, mConvBias, mConvState, mALog, mBias, mNormWeight, mState, _, _, _, _, mLogK, mLogU,
+            mLogGate, mLogX, _, _, _, mOut,
         ) = tensors  # fmt: skip
         read, write, reads, writes, logged, log_in, log_out, start, length, replayed, key_head, first_of_key_head = row
         smem = cutlass.utils.SmemAllocator()
@@ -194,7 +169,7 @@ class LayerVerify(RecurrentVerify):
         thread_new = (tidx + 128) % 256
         conv = DraftConv(self.weight_dtype, (tidx + CONV_THREADS) % 256, head, key_head, hk)
         old = self.old_registers()
-        self.load_old(old, mLogK, mLogU, mLogGate, tidx, head, Int32(0), key_head, log_in, replayed)
+        self.load_old(old, (mLogK, mLogU, mLogGate), row, tidx, head, Int32(0))
         conv.load_history(mTaps, mConvState, mLogX, (position, read, reads, replayed, log_in))
         bf16 = flags & NORM_BF16
         weight = load_weight(mNormWeight, lane * 4, bf16, 4)
@@ -234,10 +209,7 @@ class LayerVerify(RecurrentVerify):
             self.block.put_vectors(raw[1], raw[0], sNew.iterator, Boolean(True), scale, thread)
             if logged & first_of_key_head:
                 self.log_key(raw[1], mLogK, thread, key_head, log_out, length)
-        self.run_tile(
-            sLanding, bars, sOld, sNew, mState, mLogU, sO, tidx, head, Int32(0), write, reads, writes, Boolean(False), logged,
-            log_out, start, length, replayed,
-        )  # fmt: skip
+        self.run_tile((sLanding, bars, sOld, sNew), mState, mLogU, sO, row, Boolean(False), tidx, head, Int32(0))
         cute.arch.sync_threads()
         if warp < length:
             at = warp * HEAD_DIM + lane * 4
@@ -273,34 +245,29 @@ def compile_layer(kernel: LayerVerify):
     tokens, n, slots, hk, hv = (cute.sym_int() for _ in range(5))
     log_rows, max_tokens = cute.sym_int(), cute.sym_int()
     channels, values = cute.sym_int(divisibility=HEAD_DIM), cute.sym_int(divisibility=HEAD_DIM)
-    weight = kernel.weight_dtype
-
-    def log(dtype, *inner):
-        shape = (log_rows, 2, max_tokens, *inner)
-        return make_fake_compact_tensor(dtype, shape, stride_order=tuple(reversed(range(len(shape)))), assumed_align=16)
-
+    weight, channels_of_gate = kernel.weight_dtype, (HEAD_DIM,) if kernel.kda else ()
     windows = (cute.sym_int64(divisibility=8), channels, 1)
     return cute_compile(
         kernel,
         fake_tokens(tokens, channels),
-        fake_heads(BFloat16, tokens, hv, *((HEAD_DIM,) if kernel.kda else ()), **({} if kernel.kda else SCALARS)),
-        fake_heads(BFloat16, tokens, hv, **SCALARS),
+        fake_gates(tokens, hv, *channels_of_gate),
+        fake_gates(tokens, hv),
         fake_tokens(tokens, values),
-        make_fake_compact_tensor(weight, (channels, CONV_WIDTH), stride_order=(1, 0), assumed_align=16),
+        fake_matrix(weight, channels, CONV_WIDTH),
         fake_matrix(weight),
         make_fake_tensor(BFloat16, (slots, CONV_WIDTH, channels), stride=windows, assumed_align=16),
         fake_vector(Float32, hv),
         fake_vector(Float32, align=16) if kernel.kda else fake_vector(Float32, hv),
         fake_vector(BFloat16, align=16),
-        fake_heads(kernel.dtype, slots, hv, HEAD_DIM, HEAD_DIM, divisibility=128 // kernel.dtype.width),
+        fake_states(kernel.dtype, slots, hv, HEAD_DIM),
         fake_ids(n, Int32),
         fake_ids(n, Int32),
         fake_ids(n, Int32),
         fake_vector(Int32),
-        log(BFloat16, hk, HEAD_DIM),
-        log(Float32, hv, HEAD_DIM),
-        log(BFloat16, hv, HEAD_DIM) if kernel.kda else log(Float32, hv),
-        log(BFloat16, channels),
+        fake_log(BFloat16, log_rows, max_tokens, hk, HEAD_DIM),
+        fake_log(Float32, log_rows, max_tokens, hv, HEAD_DIM),
+        fake_log(BFloat16 if kernel.kda else Float32, log_rows, max_tokens, hv, *channels_of_gate),
+        fake_log(BFloat16, log_rows, max_tokens, channels),
         fake_ids(log_rows, Int32),
         fake_vector(Int32),
         fake_ids(n, Int32),

@@ -18,10 +18,10 @@ and stores nothing; a row with neither gives zeros.
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, const_expr
-from cutlass.cute.runtime import make_fake_tensor
 
 from ..compile.cache import cute_compile
 from ..compile.fake import fake_ids, fake_stream, fake_vector
+from ..compile.fake_heads import fake_gates, fake_heads, fake_states
 from ..configs.recurrent import PLAIN, RecurrentDecodeKey
 from ..device.arith import sigmoid
 from ..device.conv import copy_into
@@ -93,9 +93,9 @@ class RecurrentDecode:
         grid_y = cutlass.min(n, Int32(GRID_Y))
         grid_z = (n + GRID_Y - 1) // GRID_Y
         self.kernel.set_name_prefix(self.key.symbol(), remove_cutlass_symbol=True, keep_mangled_name=False)
+        tensors = mQ, mK, mV, mGate, mBeta, mALog, mBias, mState, mReadIds, mWriteIds, mOut
         self.kernel(
-            mQ, mK, mV, mGate, mBeta, mALog, mBias, mState, mReadIds, mWriteIds, mOut, l2norm, settled, scale, lower_bound, n,
-            Float32(hk) / Float32(hv),
+            tensors, l2norm, settled, scale, lower_bound, n, Float32(hk) / Float32(hv)
         ).launch(
             grid=[hv * self.tiles, grid_y, grid_z],
             block=[self.threads, 1, 1],
@@ -106,17 +106,7 @@ class RecurrentDecode:
     @cute.kernel
     def kernel(
         self,
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        mV: cute.Tensor,
-        mGate: cute.Tensor,
-        mBeta: cute.Tensor,
-        mALog: cute.Tensor,
-        mBias: cute.Tensor,
-        mState: cute.Tensor,
-        mReadIds: cute.Tensor,
-        mWriteIds: cute.Tensor,
-        mOut: cute.Tensor,
+        tensors,  # those of `__call__`, in order
         l2norm: Int32,
         settled: Int32,
         scale: Float32,
@@ -125,40 +115,28 @@ class RecurrentDecode:
         heads_ratio: Float32,  # HK / HV
     ):
         tidx, _, _ = cute.arch.thread_idx()
-        tile, row_low, row_high = cute.arch.block_idx()
+        place, row_low, row_high = cute.arch.block_idx()
         seq = row_high * GRID_Y + row_low
         if seq < n:
             tiles, _, _ = cute.arch.grid_dim()
-            early = (settled != 0) & (seq * tiles + tile < self.key.early)
-            self.step(
-                mQ, mK, mV, mGate, mBeta, mALog, mBias, mState, mReadIds, mWriteIds, mOut, l2norm, early, scale, lower_bound,
-                heads_ratio, tidx, tile // self.tiles, tile % self.tiles, seq,
-            )  # fmt: skip
+            early = (settled != 0) & (seq * tiles + place < self.key.early)
+            self.step(tensors, l2norm, early, scale, lower_bound, heads_ratio, tidx, place, seq)
 
     @cute.jit
     def step(
         self,
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        mV: cute.Tensor,
-        mGate: cute.Tensor,
-        mBeta: cute.Tensor,
-        mALog: cute.Tensor,
-        mBias: cute.Tensor,
-        mState: cute.Tensor,
-        mReadIds: cute.Tensor,
-        mWriteIds: cute.Tensor,
-        mOut: cute.Tensor,
+        tensors,
         l2norm: Int32,
         early: Boolean,
         scale: Float32,
         lower_bound: Float32,
         heads_ratio: Float32,
         tidx: Int32,
-        head: Int32,
-        tile: Int32,
+        block: Int32,
         seq: Int32,
     ):
+        mQ, mK, mV, mGate, mBeta, mALog, mBias, mState, mReadIds, mWriteIds, mOut = tensors
+        head, tile = block // self.tiles, block % self.tiles
         if const_expr(self.key.pdl):
             if not early:
                 cute.arch.griddepcontrol_wait()
@@ -296,29 +274,19 @@ def build(key: RecurrentDecodeKey):
     """Compile one specialisation for sm_90a from fake tensors."""
     kernel = RecurrentDecode(key)
     n, slots, hk, hv = cute.sym_int(), cute.sym_int(), cute.sym_int(), cute.sym_int()
-
-    def heads(dtype, rows, count, *inner, divisibility=8, align=16):
-        dense = [1]
-        for size in reversed(inner):
-            dense.insert(0, dense[0] * size)
-        stride = (cute.sym_int64(divisibility=divisibility), *dense)
-        return make_fake_tensor(dtype, (rows, count, *inner), stride=stride, assumed_align=align)
-
-    scalars = {"divisibility": 1, "align": 2}
-    gate = heads(BFloat16, n, hv, HEAD_DIM) if kernel.kda else heads(BFloat16, n, hv, **scalars)
     return cute_compile(
         kernel,
-        heads(BFloat16, n, hk, HEAD_DIM),
-        heads(BFloat16, n, hk, HEAD_DIM),
-        heads(BFloat16, n, hv, HEAD_DIM),
-        gate,
-        heads(BFloat16, n, hv, **scalars),
+        fake_heads(BFloat16, n, hk, HEAD_DIM),
+        fake_heads(BFloat16, n, hk, HEAD_DIM),
+        fake_heads(BFloat16, n, hv, HEAD_DIM),
+        fake_gates(n, hv, *((HEAD_DIM,) if kernel.kda else ())),
+        fake_gates(n, hv),
         fake_vector(Float32, hv),
         fake_vector(Float32, align=16),
-        heads(kernel.dtype, slots, hv, HEAD_DIM, HEAD_DIM, divisibility=128 // kernel.dtype.width),
+        fake_states(kernel.dtype, slots, hv, HEAD_DIM),
         fake_ids(n, Int32),
         fake_ids(n, Int32),
-        heads(BFloat16, n, hv, HEAD_DIM, align=2, divisibility=1),
+        fake_heads(BFloat16, n, hv, HEAD_DIM, align=2, divisibility=1),
         Int32(1),
         Int32(0),
         Float32(1.0),

@@ -19,6 +19,7 @@ from cutlass import BFloat16, Boolean, Float32, Int32
 
 from ..compile.cache import cute_compile
 from ..compile.fake import fake_ids, fake_stream, fake_vector
+from ..compile.fake_heads import fake_gates, fake_heads, fake_states
 from ..configs.verify import RecurrentPrefillKey
 from ..device.memory import store_vector, zero_vector
 from ..device.reduce import owned_row
@@ -34,7 +35,7 @@ from ..device.token_step import (
     vector_width,
     widen_rows,
 )
-from .recurrent_verify import GRID_Y, SCALARS, fake_heads
+from .recurrent_verify import GRID_Y
 
 NEVER = 2**31 - 1  # token count no checkpoint has
 
@@ -79,9 +80,11 @@ class RecurrentPrefill:
         n = cute.size(mReadIds, mode=[0])
         hk, hv = cute.size(mQ, mode=[1]), cute.size(mV, mode=[1])
         self.kernel.set_name_prefix(self.key.symbol(), remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(
+        tensors = (
             mQ, mK, mV, mGate, mBeta, mALog, mBias, mState, mReadIds, mWriteIds, mCu, mCheckpointCu, mEnds, mSlots, mOut,
-            checkpoints, min_tokens, max_tokens, l2norm, scale, lower_bound, n, Float32(hk) / Float32(hv),
+        )  # fmt: skip
+        self.kernel(
+            tensors, checkpoints, min_tokens, max_tokens, l2norm, scale, lower_bound, n, Float32(hk) / Float32(hv)
         ).launch(
             grid=[hv * self.tiles, cutlass.min(n, Int32(GRID_Y)), (n + GRID_Y - 1) // GRID_Y],
             block=[self.threads, 1, 1],
@@ -89,26 +92,12 @@ class RecurrentPrefill:
             min_blocks_per_mp=3,  # ptxas spills into a tighter budget when it is free to choose
             preferred_smem_carveout=50,
             use_pdl=overlaps,
-        )  # fmt: skip
+        )
 
     @cute.kernel
     def kernel(
         self,
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        mV: cute.Tensor,
-        mGate: cute.Tensor,
-        mBeta: cute.Tensor,
-        mALog: cute.Tensor,
-        mBias: cute.Tensor,
-        mState: cute.Tensor,
-        mReadIds: cute.Tensor,
-        mWriteIds: cute.Tensor,
-        mCu: cute.Tensor,
-        mCheckpointCu: cute.Tensor,
-        mEnds: cute.Tensor,
-        mSlots: cute.Tensor,
-        mOut: cute.Tensor,
+        tensors,  # those of `__call__`, in order
         checkpoints: Int32,
         min_tokens: Int32,
         max_tokens: Int32,
@@ -118,6 +107,7 @@ class RecurrentPrefill:
         n: Int32,
         heads_ratio: Float32,  # HK / HV
     ):
+        mReadIds, mWriteIds, mCu, _, _, _, mOut = tensors[8:]
         tidx, _, _ = cute.arch.thread_idx()
         place, row_low, row_high = cute.arch.block_idx()
         seq = row_high * GRID_Y + row_low
@@ -130,9 +120,8 @@ class RecurrentPrefill:
             length = cutlass.max(Int32(mCu[seq + 1]) - start, 0)
             if length >= min_tokens and length <= max_tokens:
                 self.sequence(
-                    mQ, mK, mV, mGate, mBeta, mALog, mBias, mState, Int32(mReadIds[seq]), Int32(mWriteIds[seq]),
-                    mCheckpointCu, mEnds, mSlots, mOut, checkpoints, l2norm != 0, scale, lower_bound, tidx, seq, head,
-                    key_head, column, start, length,
+                    tensors, Int32(mReadIds[seq]), Int32(mWriteIds[seq]), checkpoints, l2norm != 0, scale, lower_bound, tidx, seq,
+                    head, key_head, column, start, length,
                 )  # fmt: skip
             if seq == n - 1:
                 vectors = self.tile // 8
@@ -148,20 +137,9 @@ class RecurrentPrefill:
     @cute.jit
     def sequence(
         self,
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        mV: cute.Tensor,
-        mGate: cute.Tensor,
-        mBeta: cute.Tensor,
-        mALog: cute.Tensor,
-        mBias: cute.Tensor,
-        mState: cute.Tensor,
+        tensors,
         read: Int32,
         write: Int32,
-        mCheckpointCu: cute.Tensor,
-        mEnds: cute.Tensor,
-        mSlots: cute.Tensor,
-        mOut: cute.Tensor,
         checkpoints: Int32,
         l2norm: Boolean,
         scale: Float32,
@@ -174,6 +152,7 @@ class RecurrentPrefill:
         start: Int32,
         length: Int32,
     ):
+        mQ, mK, mV, mGate, mBeta, mALog, mBias, mState, _, _, _, mCheckpointCu, mEnds, mSlots, mOut = tensors
         smem = cutlass.utils.SmemAllocator()
         sTokens = smem.allocate_tensor(Float32, cute.make_layout(2 * self.block.words), 16)
         lane = tidx % 32
@@ -230,20 +209,16 @@ def build(key: RecurrentPrefillKey):
     """Compile one specialisation for sm_90a from fake tensors."""
     kernel = RecurrentPrefill(key)
     tokens, n, hk, hv = (cute.sym_int() for _ in range(4))
-    if kernel.kda:
-        gate = fake_heads(BFloat16, tokens, hv, HEAD_DIM)
-    else:
-        gate = fake_heads(BFloat16, tokens, hv, **SCALARS)
     return cute_compile(
         kernel,
         fake_heads(BFloat16, tokens, hk, HEAD_DIM),
         fake_heads(BFloat16, tokens, hk, HEAD_DIM),
         fake_heads(BFloat16, tokens, hv, HEAD_DIM),
-        gate,
-        fake_heads(BFloat16, tokens, hv, **SCALARS),
+        fake_gates(tokens, hv, *((HEAD_DIM,) if kernel.kda else ())),
+        fake_gates(tokens, hv),
         fake_vector(Float32, hv),
         fake_vector(Float32, align=16),
-        fake_heads(kernel.dtype, cute.sym_int(), hv, HEAD_DIM, HEAD_DIM, divisibility=128 // kernel.dtype.width),
+        fake_states(kernel.dtype, cute.sym_int(), hv, HEAD_DIM),
         fake_ids(n, Int32),
         fake_ids(n, Int32),
         fake_vector(Int32),

@@ -20,13 +20,15 @@ zeros and touches no slot and no log. A row whose log row is out of range replay
 `MAX_TOKENS` or Tmax are not run. Output rows beyond cu[N] become zeros.
 """
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32, const_expr
-from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
 
 from ..compile.cache import cute_compile
 from ..compile.fake import fake_ids, fake_stream, fake_vector
+from ..compile.fake_heads import fake_gates, fake_heads, fake_log, fake_states
 from ..configs.recurrent import PLAIN
 from ..configs.verify import MAX_TOKENS, VerifyKey
 from ..device.landed_rows import LandedRows
@@ -50,8 +52,24 @@ from ..device.token_step import (
 from ..device.turned_step import load_turned, own_row, share_of, spread, store_turned, turned_step
 from ..device.warp_ops import pack_bf16
 
-SCALARS = {"divisibility": 1, "align": 2}  # of one 2-byte value a head
 GRID_Y = 65535  # rows in the grid's y dimension; more sequences go to z
+
+
+class Row(NamedTuple):
+    """What a row reads, writes, replays and runs after the rules above, and its key head."""
+
+    read: Int32
+    write: Int32
+    reads: Boolean
+    writes: Boolean
+    logged: Boolean
+    log_in: Int64  # first token of the half that is read, in tokens of the whole log
+    log_out: Int64  # the same of the half that is written
+    start: Int32
+    length: Int32
+    replayed: Int32
+    key_head: Int32
+    first_of_key_head: Boolean
 
 
 class RecurrentVerify(LandedRows):
@@ -104,39 +122,23 @@ class RecurrentVerify(LandedRows):
         n, hk, hv = cute.size(mReadIds, mode=[0]), cute.size(mLogK, mode=[3]), cute.size(mLogU, mode=[3])
         grid = [hv * self.tiles, cutlass.min(n, Int32(GRID_Y)), (n + GRID_Y - 1) // GRID_Y]
         self.kernel.set_name_prefix(self.key.symbol(), remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(
+        tensors = (
             mQ, mK, mV, mGate, mBeta, mALog, mBias, mState, mReadIds, mWriteIds, mCu, mLogK, mLogU, mLogGate, mHalf, mRows,
-            mAccepted, mOut, indexed, l2norm, rounds, settled, scale, lower_bound, n, Float32(hk) / Float32(hv),
-        ).launch(
+            mAccepted, mOut,
+        )  # fmt: skip
+        self.kernel(tensors, indexed, l2norm, rounds, settled, scale, lower_bound, n, Float32(hk) / Float32(hv)).launch(
             grid=grid,
             block=[self.threads, 1, 1],
             stream=stream,
             min_blocks_per_mp=self.key.blocks,
             preferred_smem_carveout=100 if self.key.blocks > 1 else None,
             use_pdl=settled != PLAIN if const_expr(self.key.pdl) else False,
-        )  # fmt: skip
+        )
 
     @cute.kernel
     def kernel(
         self,
-        mQ: cute.Tensor | None,
-        mK: cute.Tensor | None,
-        mV: cute.Tensor | None,
-        mGate: cute.Tensor | None,
-        mBeta: cute.Tensor | None,
-        mALog: cute.Tensor | None,
-        mBias: cute.Tensor | None,
-        mState: cute.Tensor,
-        mReadIds: cute.Tensor,
-        mWriteIds: cute.Tensor,
-        mCu: cute.Tensor | None,
-        mLogK: cute.Tensor,
-        mLogU: cute.Tensor,
-        mLogGate: cute.Tensor,
-        mHalf: cute.Tensor,
-        mRows: cute.Tensor,
-        mAccepted: cute.Tensor,
-        mOut: cute.Tensor | None,
+        tensors,  # those of `__call__`, in order
         indexed: Int32,
         l2norm: Int32,
         rounds: Int32,
@@ -146,6 +148,7 @@ class RecurrentVerify(LandedRows):
         n: Int32,
         heads_ratio: Float32,  # HK / HV
     ):
+        mState, mReadIds, mWriteIds, mCu, mLogK, _, _, mHalf, mRows, mAccepted, mOut = tensors[7:]
         tidx, _, _ = cute.arch.thread_idx()
         place, row_low, row_high = cute.arch.block_idx()
         seq = row_high * GRID_Y + row_low
@@ -157,42 +160,31 @@ class RecurrentVerify(LandedRows):
                 cute.arch.griddepcontrol_launch_dependents()
         if seq < n:
             head, tile = place // self.tiles, place % self.tiles
-            (
-                read, write, reads, writes, logged, log_in, log_out, start, length, replayed, key_head, first_of_key_head,
-            ) = self.resolve_row(
-                mReadIds, mWriteIds, mCu, mLogK, mHalf, mRows, mAccepted, cute.size(mState, mode=[0]), indexed != 0, seq,
-                head, heads_ratio,
+            row = self.resolve_row(
+                (mReadIds, mWriteIds, mCu, mLogK, mHalf, mRows, mAccepted), cute.size(mState, mode=[0]), indexed != 0, seq, head,
+                heads_ratio,
             )  # fmt: skip
-            if reads | writes:
-                self.live_row(
-                    mQ, mK, mV, mGate, mBeta, mALog, mBias, mState, mLogK, mLogU, mLogGate, mOut, l2norm != 0, rounds != 0,
-                    early, scale, lower_bound, tidx, head, tile, key_head, read, write, reads, writes, logged,
-                    first_of_key_head & (tile == 0), log_in, log_out, start, length, replayed,
-                )  # fmt: skip
+            if row.reads | row.writes:
+                self.live_row(tensors, row, l2norm != 0, rounds != 0, early, scale, lower_bound, tidx, head, tile)
             if const_expr(not self.commit):
-                if not (reads | writes):
+                if not (row.reads | row.writes):
                     self.wait(early)
-                    self.zero_rows(mOut, tidx, head, tile, start, start + length)
+                    self.zero_rows(mOut, tidx, head, tile, row.start, row.start + row.length)
                 if seq == n - 1:
                     self.zero_rows(mOut, tidx, head, tile, Int32(mCu[n]), cute.size(mOut, mode=[0]))
 
     @cute.jit
     def resolve_row(
         self,
-        mReadIds: cute.Tensor,
-        mWriteIds: cute.Tensor,
-        mCu: cute.Tensor | None,
-        mLogK: cute.Tensor,
-        mHalf: cute.Tensor,
-        mRows: cute.Tensor,
-        mAccepted: cute.Tensor,
+        tensors,
         num_slots: Int32,
         indexed: Boolean,
         seq: Int32,
         head: Int32,
         heads_ratio: Float32,  # HK / HV
     ):
-        """What a row reads, writes, replays and runs after the rules above, and its key head."""
+        """The `Row` of a block."""
+        mReadIds, mWriteIds, mCu, mLogK, mHalf, mRows, mAccepted = tensors
         log_rows = cute.size(mHalf, mode=[0])
         max_tokens = cutlass.min(cute.size(mLogK, mode=[2]), MAX_TOKENS)
         read, write, accepted = Int32(mReadIds[seq]), Int32(mWriteIds[seq]), Int32(mAccepted[seq])
@@ -211,13 +203,12 @@ class RecurrentVerify(LandedRows):
         logged = (reads | writes) & slot_is_valid(log_row, log_rows)
         replayed = accepted if logged else Int32(0)
         half = half & 1
-        # First token of the half that is read and of the half that is written, in tokens of the whole log.
         log_in = (Int64(log_row) * 2 + half) * cute.size(mLogK, mode=[2])
         log_out = (Int64(log_row) * 2 + (half ^ 1)) * cute.size(mLogK, mode=[2])
         # (h + 1/2) HK / HV is never an integer, so truncation gives h // (HV // HK) exactly.
         key_head = Int32((Float32(head) + Float32(0.5)) * heads_ratio)
         first = (head == 0) | (Int32((Float32(head) - Float32(0.5)) * heads_ratio) != key_head)
-        return read, write, reads, writes, logged, log_in, log_out, start, length, replayed, key_head, first
+        return Row(read, write, reads, writes, logged, log_in, log_out, start, length, replayed, key_head, first)
 
     @cute.jit
     def wait(self, early: Boolean):
@@ -241,18 +232,8 @@ class RecurrentVerify(LandedRows):
     @cute.jit
     def live_row(
         self,
-        mQ: cute.Tensor | None,
-        mK: cute.Tensor | None,
-        mV: cute.Tensor | None,
-        mGate: cute.Tensor | None,
-        mBeta: cute.Tensor | None,
-        mALog: cute.Tensor | None,
-        mBias: cute.Tensor | None,
-        mState: cute.Tensor,
-        mLogK: cute.Tensor,
-        mLogU: cute.Tensor,
-        mLogGate: cute.Tensor,
-        mOut: cute.Tensor | None,
+        tensors,
+        row,
         l2norm: Boolean,
         rounds: Boolean,
         early: Boolean,
@@ -261,19 +242,9 @@ class RecurrentVerify(LandedRows):
         tidx: Int32,
         head: Int32,
         tile: Int32,
-        key_head: Int32,
-        read: Int32,
-        write: Int32,
-        reads: Boolean,
-        writes: Boolean,
-        logged: Boolean,
-        logs_key: Boolean,
-        log_in: Int64,
-        log_out: Int64,
-        start: Int32,
-        length: Int32,
-        replayed: Int32,
     ):
+        mQ, mK, mV, mGate, mBeta, mALog, mBias, mState, _, _, _, mLogK, mLogU, mLogGate, _, _, _, mOut = tensors
+        start, length, replayed, key_head = row.start, row.length, row.replayed, row.key_head
         smem = cutlass.utils.SmemAllocator()
         sLanding = smem.allocate_tensor(self.dtype, cute.make_layout(self.tile * HEAD_DIM), 128)
         sOld = smem.allocate_tensor(Float32, cute.make_layout(MAX_TOKENS * self.old_record), 16)
@@ -282,12 +253,12 @@ class RecurrentVerify(LandedRows):
             sNew = smem.allocate_tensor(Float32, cute.make_layout(self.block.words), 16)
         bars = smem.allocate_array(Int64, self.landings)
 
-        self.land_rows(mState, sLanding, bars, read, reads, head * HEAD_DIM + tile * self.tile, tidx)
+        self.land_rows(mState, sLanding, bars, row.read, row.reads, head * HEAD_DIM + tile * self.tile, tidx)
         column = tile * self.tile
         # Threads that have no share of the logged (new) tokens get numbers whose token no count reaches.
         thread_new = (tidx + self.threads - 128) % self.threads
         old = self.old_registers()
-        self.load_old(old, mLogK, mLogU, mLogGate, tidx, head, column, key_head, log_in, replayed)
+        self.load_old(old, (mLogK, mLogU, mLogGate), row, tidx, head, column)
         new, parameters = None, None
         if const_expr(not self.commit or self.kda):
             parameters = self.block.parameters(mALog, mBias, tidx, head)
@@ -300,16 +271,13 @@ class RecurrentVerify(LandedRows):
         if const_expr(not self.commit):
             if self.has_token(thread_new, length):
                 self.block.put(new, parameters, sNew.iterator, l2norm, scale, lower_bound, thread_new, length)
-            if logged & logs_key:
-                self.log_key(new[0], mLogK, thread_new, key_head, log_out, length)
-            if logged & (column == 0):
-                self.log_gate(new[3], sNew.iterator, mLogGate, thread_new, head, log_out, length)
+            if row.logged & row.first_of_key_head & (tile == 0):
+                self.log_key(new[0], mLogK, thread_new, key_head, row.log_out, length)
+            if row.logged & (column == 0):
+                self.log_gate(new[3], sNew.iterator, mLogGate, thread_new, head, row.log_out, length)
         cute.arch.sync_threads()
 
-        self.run_tile(
-            sLanding, bars, sOld, sNew, mState, mLogU, mOut, tidx, head, column, write, reads, writes, rounds, logged, log_out,
-            start, length, replayed,
-        )  # fmt: skip
+        self.run_tile((sLanding, bars, sOld, sNew), mState, mLogU, mOut, row, rounds, tidx, head, column)
 
     @cute.jit
     def has_token(self, thread: Int32, count: Int32) -> Boolean:
@@ -319,27 +287,19 @@ class RecurrentVerify(LandedRows):
     @cute.jit
     def run_tile(
         self,
-        sLanding: cute.Tensor,
-        bars: cute.Pointer,
-        sOld: cute.Tensor,
-        sNew: cute.Tensor | None,
+        smem,
         mState: cute.Tensor,
         mLogU: cute.Tensor,
         output: cute.Tensor | None,
+        row,
+        rounds: Boolean,
         tidx: Int32,
         head: Int32,
         column: Int32,
-        write: Int32,
-        reads: Boolean,
-        writes: Boolean,
-        rounds: Boolean,
-        logged: Boolean,
-        log_out: Int64,
-        start: Int32,
-        length: Int32,
-        replayed: Int32,
     ):
         """Replay, store and run the new tokens on the block's rows of state, once their vectors are in shared memory."""
+        sLanding, bars, sOld, sNew = smem
+        start, length, replayed = row.start, row.length, row.replayed
         lane = tidx % 32
         l8 = lane_in_row(lane)
         own = (
@@ -347,7 +307,7 @@ class RecurrentVerify(LandedRows):
         )  # without dots there is nothing to turn for
         tile_row = tidx // 8 * self.rows
         landed = smem_ptr(sLanding.iterator, tile_row * HEAD_DIM + l8 * vector_width(self.dtype), self.dtype, 16)
-        if reads:
+        if row.reads:
             cute.arch.mbarrier_wait(bars + tidx // (self.threads // self.landings), 0)
         rS = widen_rows(load_turned(landed, own, self.rows, self.dtype), self.rows, self.dtype)
 
@@ -369,15 +329,15 @@ class RecurrentVerify(LandedRows):
         if replayed > 0:
             store_turned(rS, landed, own, self.rows, self.dtype)
             cute.arch.fence_view_async_shared()
-        self.send_rows(mState, sLanding, write, writes, head * HEAD_DIM + column, tidx // 32, lane)
+        self.send_rows(mState, sLanding, row.write, row.writes, head * HEAD_DIM + column, tidx // 32, lane)
 
         if const_expr(not self.commit):
             self.join()
             round_rows(rS, self.rows, self.dtype)
             place = head * HEAD_DIM + column + tile_row + own
             width = cute.size(mLogU, mode=[3]) * HEAD_DIM
-            stores_o, stores_u = share_of(lane, self.rows) == 1, logged & (share_of(lane, self.rows) == 0)
-            u_at = offset_ptr(mLogU.iterator, log_out * width + place, Float32, 4).toint()
+            stores_o, stores_u = share_of(lane, self.rows) == 1, row.logged & (share_of(lane, self.rows) == 0)
+            u_at = offset_ptr(mLogU.iterator, row.log_out * width + place, Float32, 4).toint()
             o_at, o_step = self.output_place(output, start, place, tile_row + own)
             for t in cutlass.range(length, unroll=1):
                 rK, rQ, decay, beta, v_own, kq = self.block.take(sNew.iterator, t, l8, tile_row + own)
@@ -408,25 +368,15 @@ class RecurrentVerify(LandedRows):
         return zero_words(NORM_VALUES), zero_vector(Float32, self.width), gate
 
     @cute.jit
-    def load_old(
-        self,
-        old,
-        mLogK: cute.Tensor,
-        mLogU: cute.Tensor,
-        mLogGate: cute.Tensor,
-        tidx: Int32,
-        head: Int32,
-        column: Int32,
-        key_head: Int32,
-        log_in: Int64,
-        replayed: Int32,
-    ):
+    def load_old(self, old, logs, row, tidx: Int32, head: Int32, column: Int32):
         """Issue the loads of the logged tokens that are replayed: threads 0..127, 16 lanes a token."""
         rK, rU, rGate = old
+        mLogK, mLogU, mLogGate = logs
+        log_in, replayed = row.log_in, row.replayed
         hk, hv = cute.size(mLogK, mode=[3]), cute.size(mLogU, mode=[3])
         token, lane16 = tidx // NORM_LANES, tidx % NORM_LANES
         live = token < replayed
-        at = (log_in + token) * (hk * HEAD_DIM) + key_head * HEAD_DIM + lane16 * NORM_VALUES
+        at = (log_in + token) * (hk * HEAD_DIM) + row.key_head * HEAD_DIM + lane16 * NORM_VALUES
         load_into_where(live, rK, offset_ptr(mLogK.iterator, at, BFloat16, 16))
         at = (log_in + token) * (hv * HEAD_DIM) + head * HEAD_DIM + column + lane16 * self.width
         load_into_where(live, rU, offset_ptr(mLogU.iterator, at, Float32, min(16, 4 * self.width)))
@@ -502,15 +452,6 @@ class RecurrentVerify(LandedRows):
         offset_ptr(mLogGate.iterator, at, Float32, 4).store(decay)
 
 
-def fake_heads(dtype, rows, count, *inner, divisibility=8, align=16):
-    """[rows, count, *inner] with a 64-bit row stride, all inner dimensions compact."""
-    dense = [1]
-    for size in reversed(inner):
-        dense.insert(0, dense[0] * size)
-    stride = (cute.sym_int64(divisibility=divisibility), *dense)
-    return make_fake_tensor(dtype, (rows, count, *inner), stride=stride, assumed_align=align)
-
-
 def build(key: VerifyKey):
     """Compile one specialisation for sm_90a from fake tensors."""
     return compile_verify(RecurrentVerify(key), key)
@@ -520,31 +461,23 @@ def compile_verify(kernel: RecurrentVerify, key: VerifyKey):
     """Compile a verify or commit kernel from fake tensors."""
     tokens, n, hk, hv = cute.sym_int(), cute.sym_int(), cute.sym_int(), cute.sym_int()
     log_rows, max_tokens = cute.sym_int(), cute.sym_int()
-    new = not key.commit
-
-    def log(dtype, *inner):
-        shape = (log_rows, 2, max_tokens, *inner)
-        return make_fake_compact_tensor(dtype, shape, stride_order=tuple(reversed(range(len(shape)))), assumed_align=16)
-
-    gate = None
-    if new:
-        gate = fake_heads(BFloat16, tokens, hv, *((HEAD_DIM,) if kernel.kda else ()), **({} if kernel.kda else SCALARS))
+    new, channels = not key.commit, (HEAD_DIM,) if kernel.kda else ()
     return cute_compile(
         kernel,
         fake_heads(BFloat16, tokens, hk, HEAD_DIM) if new else None,
         fake_heads(BFloat16, tokens, hk, HEAD_DIM) if new else None,
         fake_heads(BFloat16, tokens, hv, HEAD_DIM) if new else None,
-        gate,
-        fake_heads(BFloat16, tokens, hv, **SCALARS) if new else None,
+        fake_gates(tokens, hv, *channels) if new else None,
+        fake_gates(tokens, hv) if new else None,
         fake_vector(Float32, hv) if new or kernel.kda else None,
         fake_vector(Float32, align=16) if new or kernel.kda else None,
-        fake_heads(kernel.dtype, cute.sym_int(), hv, HEAD_DIM, HEAD_DIM, divisibility=128 // kernel.dtype.width),
+        fake_states(kernel.dtype, cute.sym_int(), hv, HEAD_DIM),
         fake_ids(n, Int32),
         fake_ids(n, Int32),
         fake_vector(Int32) if new else None,
-        log(BFloat16, hk, HEAD_DIM),
-        log(Float32, hv, HEAD_DIM),
-        log(BFloat16, hv, HEAD_DIM) if kernel.kda else log(Float32, hv),
+        fake_log(BFloat16, log_rows, max_tokens, hk, HEAD_DIM),
+        fake_log(Float32, log_rows, max_tokens, hv, HEAD_DIM),
+        fake_log(BFloat16 if kernel.kda else Float32, log_rows, max_tokens, hv, *channels),
         fake_ids(log_rows, Int32),
         fake_vector(Int32),
         fake_ids(n, Int32),

@@ -55,15 +55,13 @@ class WyLayerVerify(LayerVerify, WyVerify):
         hk: Int32,
     ):
         (
-            mX, mGate, mBeta, mZ, mTaps, mConvBias, mConvState, mALog, mBias, mNormWeight, mState, mLogK, mLogU, mLogGate, mLogX,
-            mOut,
+            mX, mGate, mBeta, mZ, mTaps, mConvBias, mConvState, mALog, mBias, mNormWeight, mState, _, _, _, _, mLogK, mLogU,
+            mLogGate, mLogX, _, _, _, mOut,
         ) = tensors  # fmt: skip
         read, write, reads, writes, logged, log_in, log_out, start, length, replayed, key_head, first_of_key_head = row
         smem = self.allocate()
-        old = self.load_early(
-            smem, mState, mLogK, mLogU, mLogGate, tidx, head, key_head, read, reads, log_in, replayed,
-            landing=self.key.late,
-        )  # fmt: skip
+        states = mState, mLogK, mLogU, mLogGate
+        old = self.load_early(smem, states, row, tidx, head, landing=self.key.late)
         base = smem[0]
         lane, warp = tidx % 32, tidx // 32
         quad, l4 = lane // 4, lane % 4
@@ -107,9 +105,8 @@ class WyLayerVerify(LayerVerify, WyVerify):
             rV[e] = own.load()
             own.store(z[e])
         self.run_row(
-            smem, old, new, parameters, (mState, mLogK, mLogU, mLogGate), (mOut, flags & SILU_GATE, eps), tidx, head,
-            key_head, Boolean(True), scale, lower_bound, write, reads, writes, logged, first_of_key_head, log_out, start,
-            length, replayed,
+            smem, old, new, parameters, states, (mOut, flags & SILU_GATE, eps), row, Boolean(True),
+            scale, lower_bound, tidx, head,
         )  # fmt: skip
 
     def value_ptr(self, base, token, warp, quad):

@@ -74,18 +74,8 @@ class WyVerify(WyTokens, recurrent_verify.RecurrentVerify):
     @cute.jit
     def live_row(
         self,
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        mV: cute.Tensor,
-        mGate: cute.Tensor,
-        mBeta: cute.Tensor,
-        mALog: cute.Tensor,
-        mBias: cute.Tensor,
-        mState: cute.Tensor,
-        mLogK: cute.Tensor,
-        mLogU: cute.Tensor,
-        mLogGate: cute.Tensor,
-        mOut: cute.Tensor,
+        tensors,
+        row,
         l2norm: Boolean,
         rounds: Boolean,
         early: Boolean,
@@ -94,42 +84,27 @@ class WyVerify(WyTokens, recurrent_verify.RecurrentVerify):
         tidx: Int32,
         head: Int32,
         tile: Int32,
-        key_head: Int32,
-        read: Int32,
-        write: Int32,
-        reads: Boolean,
-        writes: Boolean,
-        logged: Boolean,
-        logs_key: Boolean,
-        log_in: Int64,
-        log_out: Int64,
-        start: Int32,
-        length: Int32,
-        replayed: Int32,
     ):
+        mQ, mK, mV, mGate, mBeta, mALog, mBias, mState, _, _, _, mLogK, mLogU, mLogGate, _, _, _, mOut = tensors
+        start, length, replayed = row.start, row.length, row.replayed
         smem = self.allocate()
-        places = self.new_places(mQ, mK, mV, mGate, mBeta, tidx, head, key_head, start)
+        places = self.new_places(mQ, mK, mV, mGate, mBeta, tidx, head, row.key_head, start)
         if const_expr(self.ahead):
             if const_expr(not self.key.late):
-                self.land_rows(mState, smem[1], smem[2], read, reads, head * HEAD_DIM, tidx)
+                self.land_rows(mState, smem[1], smem[2], row.read, row.reads, head * HEAD_DIM, tidx)
             # Before the first load: between loads, addresses would wait for registers that loads have yet to read.
             places = iter([made_here(place, place.alignment) for place in places])
-        old = self.load_early(
-            smem, mState, mLogK, mLogU, mLogGate, tidx, head, key_head, read, reads, log_in, replayed,
-            landing=self.ahead or self.key.late,
-        )  # fmt: skip
+        tensors = mState, mLogK, mLogU, mLogGate
+        old = self.load_early(smem, tensors, row, tidx, head, landing=self.ahead or self.key.late)
         if const_expr(self.key.late):
             # The tokens are needed first, and loads of a warp go out before its first lane has started copies.
-            self.land_rows(mState, smem[1], smem[2], read, reads, head * HEAD_DIM, tidx)
+            self.land_rows(mState, smem[1], smem[2], row.read, row.reads, head * HEAD_DIM, tidx)
         self.wait(early)
         new = self.new_registers()
         self.load_new(new, places, tidx, length)
         parameters = self.load_parameters(mALog, mBias, tidx, head)
         self.put_logged(smem[0], old, new[2:], parameters, lower_bound, tidx, replayed)
-        self.run_row(
-            smem, old, new, parameters, (mState, mLogK, mLogU, mLogGate), (mOut,), tidx, head, key_head, l2norm, scale,
-            lower_bound, write, reads, writes, logged, logs_key, log_out, start, length, replayed,
-        )  # fmt: skip
+        self.run_row(smem, old, new, parameters, tensors, (mOut,), row, l2norm, scale, lower_bound, tidx, head)
 
     def allocate(self):
         """Shared memory of a block: the regions' first word, the landing buffer and its barriers, one a warp."""
@@ -147,34 +122,21 @@ class WyVerify(WyTokens, recurrent_verify.RecurrentVerify):
         return k, q, gate, words, beta
 
     @cute.jit
-    def load_early(
-        self,
-        smem,
-        mState: cute.Tensor,
-        mLogK: cute.Tensor,
-        mLogU: cute.Tensor,
-        mLogGate: cute.Tensor,
-        tidx: Int32,
-        head: Int32,
-        key_head: Int32,
-        read: Int32,
-        reads: Boolean,
-        log_in: Int64,
-        replayed: Int32,
-        landing: cutlass.Constexpr = False,
-    ):
+    def load_early(self, smem, tensors, row, tidx: Int32, head: Int32, landing: cutlass.Constexpr = False):
         """Issue the loads of what the kernel before did not write: state (unless it is `landing`), logged u, k and gates."""
         _, sLanding, bars = smem
+        mState, mLogK, mLogU, mLogGate = tensors
+        log_in, replayed = row.log_in, row.replayed
         lane, warp = tidx % 32, tidx // 32
         quad, l4 = lane // 4, lane % 4
         if const_expr(not landing):
-            self.land_rows(mState, sLanding, bars, read, reads, head * HEAD_DIM, tidx)
+            self.land_rows(mState, sLanding, bars, row.read, row.reads, head * HEAD_DIM, tidx)
         hk, hv = cute.size(mLogK, mode=[3]), cute.size(mLogGate, mode=[3])
         channel = warp * 16 + OWN * l4  # the lane's first of token `quad`
         rWords = cute.make_rmem_tensor(cute.make_layout(4), Uint32)
         self.load_u(rWords, mLogU, head * HEAD_DIM + own_row(warp, quad), l4, log_in, replayed)
         rK, rGate = zero_words(OWN), zero_words(OWN)
-        at = log_at(log_in, quad, hk * HEAD_DIM, key_head * HEAD_DIM + channel)
+        at = log_at(log_in, quad, hk * HEAD_DIM, row.key_head * HEAD_DIM + channel)
         load_into_where(quad < replayed, rK, offset_ptr(mLogK.iterator, at, BFloat16, 8))
         if const_expr(self.kda):
             at = log_at(log_in, quad, hv * HEAD_DIM, head * HEAD_DIM + channel)
@@ -276,21 +238,12 @@ class WyVerify(WyTokens, recurrent_verify.RecurrentVerify):
         parameters,
         tensors,
         output,
-        tidx: Int32,
-        head: Int32,
-        key_head: Int32,
+        row,
         l2norm: Boolean,
         scale: Float32,
         lower_bound: Float32,
-        write: Int32,
-        reads: Boolean,
-        writes: Boolean,
-        logged: Boolean,
-        logs_key: Boolean,
-        log_out: Int64,
-        start: Int32,
-        length: Int32,
-        replayed: Int32,
+        tidx: Int32,
+        head: Int32,
     ):
         """Log, operands of the new tokens, commit and their results."""
         base, sLanding, bars = smem
@@ -298,12 +251,13 @@ class WyVerify(WyTokens, recurrent_verify.RecurrentVerify):
         a_log, rBias = parameters
         rK, rQ, rGate, rV, rBeta = new
         mState, mLogK, mLogU, mLogGate = tensors
+        _, write, reads, writes, logged, _, log_out, start, length, replayed, key_head, first_of_key_head = row
         lane, warp = tidx % 32, tidx // 32
         quad, l4 = lane // 4, lane % 4
         hk, hv = cute.size(mLogK, mode=[3]), cute.size(mLogGate, mode=[3])
         if logged and quad < length:
             channel = warp * 16 + OWN * l4
-            if logs_key:
+            if first_of_key_head:
                 at = log_at(log_out, quad, hk * HEAD_DIM, key_head * HEAD_DIM + channel)
                 store_words(rK, offset_ptr(mLogK.iterator, at, BFloat16, 8))
             if const_expr(self.kda):
