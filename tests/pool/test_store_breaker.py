@@ -208,6 +208,7 @@ def test_a_store_that_is_joined_serves(backend, monkeypatch):
     assert store.put(entry)
     assert store.settle(10)
     assert entry.stored
+    assert (store.counters.puts_stored, store.counters.puts_present) == (1, 0)
     store.close()
     rig.close()
 
