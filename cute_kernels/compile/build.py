@@ -15,6 +15,8 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+import filelock
+
 from ..errors import CompileError, InvalidArgumentError
 from . import shared_library
 from .cache import _build_object, _is_whole, digest_of, object_path
@@ -22,22 +24,29 @@ from .fingerprint import TARGET, compiler_version
 from .machine_code import code_hash
 from .manifest import Entry, manifest
 from .report import ResourceReport, compile_with_report
+from .shared_library import replace_file
 
 
-def _report_path(path: Path) -> Path:
-    return path.with_suffix(".json")
+def _known_report(path: Path) -> ResourceReport | None:
+    """The report beside a whole object, or None where either is missing or was not written to its end."""
+    try:
+        return ResourceReport(**json.loads(path.with_suffix(".json").read_text())) if _is_whole(path) else None
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def build_entry(entry: Entry, keep_output: bool = False) -> tuple[Path, ResourceReport]:
     """Object file and report of one entry; compiled only when either is missing. Runs in a worker process."""
     path = object_path(entry.kernel_file, entry.key)
-    report_file = _report_path(path)
-    if not (_is_whole(path) and report_file.is_file()):
-        _, report, text = compile_with_report(lambda: _build_object(entry.kernel_file, entry.key, path))
-        report_file.write_text(json.dumps(report.as_dict()))
-        if keep_output:
-            path.with_suffix(".remarks").write_text(text)
-    return path, ResourceReport(**json.loads(report_file.read_text()))
+    with filelock.FileLock(f"{path}.lock", mode=0o600):
+        report = _known_report(path)
+        if report is None:
+            _, report, text = compile_with_report(lambda: _build_object(entry.kernel_file, entry.key, path))
+            written = json.dumps(report.as_dict())
+            replace_file(path.with_suffix(".json"), lambda file: file.write_text(written))
+            if keep_output:
+                path.with_suffix(".remarks").write_text(text)
+    return path, report
 
 
 def rejection(entry: Entry, report: ResourceReport) -> str | None:

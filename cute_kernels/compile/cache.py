@@ -27,6 +27,7 @@ from . import shared_library
 from .fingerprint import PACKAGE_ROOT, TARGET, cache_digest, object_digest, source_fingerprint
 from .machine_code import code_hash
 from .report import REMARKS
+from .shared_library import replace_file
 
 
 class KernelKey(Protocol):
@@ -101,12 +102,6 @@ def cute_compile(function: Any, *arguments: Any, options: str = "") -> Any:
     )
 
 
-def _replace(path: Path, write: Callable[[Path], None]) -> None:
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    write(temporary)
-    os.replace(temporary, path)
-
-
 def _build_object(kernel_file: str, key: KernelKey, path: Path) -> None:
     global compile_count
     with _compile_lock:
@@ -114,13 +109,9 @@ def _build_object(kernel_file: str, key: KernelKey, path: Path) -> None:
         module = importlib.import_module(f"..kernels.{kernel_file}", __package__)
         compiled = module.build(key)
         compile_count += 1
-        _replace(path, lambda p: compiled.export_to_c(object_file_path=str(p), function_name=key.symbol()))
+        replace_file(path, lambda p: compiled.export_to_c(object_file_path=str(p), function_name=key.symbol()))
     size = str(path.stat().st_size)
-    _replace(path.with_suffix(".size"), lambda p: _write_text(p, size))
-
-
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text)
+    replace_file(path.with_suffix(".size"), lambda p: p.write_text(size))
 
 
 def _source(kernel_file: str) -> str:

@@ -36,6 +36,16 @@ def describe() -> str:
     return f"{ENVIRONMENT} is not set" if path is None else f"{ENVIRONMENT}={path}"
 
 
+def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
+    """Let `write` make a file in one step: a reader sees the old one or the new one."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        write(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def link(objects: Iterable[Path], out: Path, index: dict[str, Any]) -> Path:
     """Link object files into `out/LIBRARY` beside its index {"symbols": {symbol: digest}, "code": {symbol: hash}, …}."""
     from cutlass.cute.runtime import find_runtime_libraries
@@ -43,13 +53,19 @@ def link(objects: Iterable[Path], out: Path, index: dict[str, Any]) -> Path:
 
     out.mkdir(parents=True, exist_ok=True)
     runtime = [Path(path) for path in find_runtime_libraries(enable_tvm_ffi=True)]
-    command = ["cc", "-O2", "-shared", "-fPIC", "-o", str(out / LIBRARY), *(str(path) for path in objects), str(CALLER)]
+    command = ["cc", "-O2", "-shared", "-fPIC", *(str(path) for path in objects), str(CALLER)]
     command += [f"-I{path}" for path in (find_include_path(), find_dlpack_include_path())]
     command += [f"-L{path.parent}" for path in runtime] + ["-lcute_dsl_runtime", "-ltvm_ffi"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise CompileError(f"linking {LIBRARY} failed: {done.stderr.strip()[-2000:]}")
-    (out / INDEX).write_text(json.dumps(index, indent=1, sort_keys=True))
+
+    def run(target: Path) -> None:
+        done = subprocess.run([*command, "-o", str(target)], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise CompileError(f"linking {LIBRARY} failed: {done.stderr.strip()[-2000:]}")
+        # Between the two no index speaks for a library that it does not describe.
+        (out / INDEX).unlink(missing_ok=True)
+
+    replace_file(out / LIBRARY, run)
+    replace_file(out / INDEX, lambda file: file.write_text(json.dumps(index, indent=1, sort_keys=True)))
     return out / LIBRARY
 
 

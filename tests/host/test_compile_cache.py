@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from compact_state.cute_kernels.compile import build, cache, fingerprint, shared_library
-from compact_state.cute_kernels.compile.manifest import manifest
-from compact_state.cute_kernels.compile.report import parse_remarks
+from compact_state.cute_kernels.compile.manifest import Entry, ResourceBudget, manifest
+from compact_state.cute_kernels.compile.report import ResourceReport, parse_remarks
 from compact_state.cute_kernels.configs.recurrent import RecurrentDecodeKey, candidates
 from compact_state.cute_kernels.configs.state_ids import StateIdsKey
 from compact_state.cute_kernels.errors import (
@@ -219,3 +221,54 @@ def test_a_build_that_cannot_be_is_refused_before_it_compiles(argument, options,
     with pytest.raises(InvalidArgumentError, match=f"^{argument}: got .*; allowed: .*{allowed}"):
         build.build(out, **{"shared": False, **options})
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("left", ["", "{", "[]", '{"registers": 1}', None])
+def test_a_report_that_was_not_written_whole_is_built_again(left, cache_folder, monkeypatch):
+    """A build that was ended in the middle must not end every later one."""
+    report, built = ResourceReport(9, 0, 0, 0, False), []
+
+    def compile_with_report(action):
+        built.append(action)
+        path.write_bytes(b"object")
+        path.with_suffix(".size").write_text("6")
+        return None, report, "remarks"
+
+    monkeypatch.setattr(build, "compile_with_report", compile_with_report)
+    entry = Entry("state_ids", KEY, ResourceBudget(40))
+    path = cache.object_path("state_ids", KEY)
+    assert build.build_entry(entry) == (path, report)
+    assert build.build_entry(entry) == (path, report)
+    assert len(built) == 1
+    file = path.with_suffix(".json")
+    file.unlink() if left is None else file.write_text(left)
+    assert build.build_entry(entry) == (path, report)
+    assert len(built) == 2
+    assert build.build_entry(entry) == (path, report)
+    assert len(built) == 2
+    assert not list(cache_folder.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_library_and_its_index_change_together_or_not_at_all(fails, tmp_path, monkeypatch):
+    seen = []
+
+    def cc(command, **options):
+        target = Path(command[command.index("-o") + 1])
+        seen.append((tmp_path / shared_library.LIBRARY).read_bytes())
+        target.write_bytes(b"new")
+        return subprocess.CompletedProcess(command, int(fails), "", "no such symbol")
+
+    monkeypatch.setattr(shared_library.subprocess, "run", cc)
+    library, index = tmp_path / shared_library.LIBRARY, tmp_path / shared_library.INDEX
+    library.write_bytes(b"old")
+    index.write_text('"old"')
+    if fails:
+        with pytest.raises(CompileError, match="no such symbol"):
+            shared_library.link([], tmp_path, {"symbols": {}})
+    else:
+        assert shared_library.link([], tmp_path, {"symbols": {}}) == library
+    assert seen == [b"old"]
+    expected = (b"old", "old") if fails else (b"new", {"symbols": {}})
+    assert (library.read_bytes(), json.loads(index.read_text())) == expected
+    assert {file.name for file in tmp_path.iterdir()} == {library.name, index.name}
