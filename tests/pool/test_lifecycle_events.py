@@ -318,3 +318,31 @@ def test_weights_that_change_during_sleep_are_other_weights() -> None:
     world.ledger.drain()
     with pytest.raises(PoolClosedError):
         world.life.new_weights()
+
+
+@pytest.mark.parametrize(
+    ("other", "shared"),
+    [
+        ({"media": [(2, 4, b"cat"), (9, 12, b"x")]}, True),
+        ({"media": [(2, 4, b"cat"), (8, 12, b"y")]}, True),
+        ({"media": [(2, 4, b"cat")]}, True),
+        ({"media": [(2, 4, b"dog"), (8, 12, b"x")]}, False),
+        ({"media": [(2, 4, b"cats"), (8, 12, b"x")]}, False),
+        ({"media": [(2, 5, b"cat"), (8, 12, b"x")]}, False),
+        ({"media": [(3, 4, b"cat"), (8, 12, b"x")]}, False),
+        ({"media": [(8, 12, b"x")]}, False),
+        ({"media": [(2, 4, b"cat"), (7, 8, b"cat")]}, False),
+        ({"adapter": ""}, False),
+        ({"adapter": "n"}, False),
+    ],
+)
+def test_one_load_serves_requests_whose_states_are_the_same(other: dict[str, object], shared: bool) -> None:
+    """What comes behind the boundary does not matter, all before it does: tokens, media, adapter."""
+    world = World(6)
+    key: dict[str, object] = {"media": [(2, 4, b"cat"), (8, 12, b"x")]}
+    first, second = world.request("a", range(20), **key), world.request("b", range(20), **{**key, **other})
+    assert first.key.digest(8) != world.request("c", [*range(7), 99, *range(20)], **key).key.digest(8)
+    lease = world.life.begin_load(first, 8)
+    assert lease is not None
+    assert (world.life.begin_load(second, 8) is lease) == shared
+    assert (first.key.digest(8) == second.key.digest(8)) == shared
