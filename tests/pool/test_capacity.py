@@ -231,3 +231,19 @@ def test_bad_settings_are_named(argument: str, change: dict[str, object]) -> Non
     settings: dict[str, object] = {"model": "qwen3.5-9b", "max_batch": 4, "checkpoint_slots": 4, **change}
     with pytest.raises(ConfigError, match=argument):
         plan_capacity(settings.pop("model"), **settings)  # type: ignore[arg-type]
+
+
+def test_memory_that_holds_the_running_requests_and_no_more_is_taken() -> None:
+    options = {"max_batch": 4, "drafts": 2}
+    model = preset("glm-5.3-flash")
+    least = 4 * (model.layout().slot_bytes + draft_log_bytes(model, 1, 2))
+    assert plan_capacity("glm-5.3-flash", memory_bytes=least, **options).total_bytes == least  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=f"memory_bytes: got {least - 1}; allowed: at least {least}"):
+        plan_capacity("glm-5.3-flash", memory_bytes=least - 1, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("budget", ["checkpoint_slots", "checkpoint_bytes", "memory_bytes"])
+def test_the_text_takes_each_budget_alone(budget: str) -> None:
+    given = {budget: 3 if budget == "checkpoint_slots" else 64 << 30}
+    text = main_text("glm-5.3-flash", max_batch=4, **given)  # type: ignore[arg-type]
+    assert text == plan_capacity("glm-5.3-flash", max_batch=4, **given).explain()  # type: ignore[arg-type]
