@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 from collections.abc import Callable
@@ -92,9 +93,27 @@ def patch_engine_engine(module: ModuleType) -> None:
     engine.__init__ = init_checked
     engine.sleep = sleep_forgetting
     engine.wakeup = wakeup_with_pool
-    for name in ("update_params", "update_weights_from_ipc", "update_weights_from_distributed"):
+    updates = ("update_params", "update_weights_from_ipc", "update_weights_from_distributed", "complete_weights_update")
+    for name in updates:
         setattr(engine, name, _forgetting(getattr(engine, name)))
-    engine.complete_weights_update = _forgetting(engine.complete_weights_update)
+
+
+def _forget(engine: Any) -> None:
+    """Forget prefixes on the thread of the engine's loop: the API server updates weights on another, while requests run."""
+    task = getattr(engine, "_loop_main", None)
+    loop = None if task is None else task.get_loop()
+    try:
+        elsewhere = asyncio.get_running_loop() is not loop
+    except RuntimeError:
+        elsewhere = True
+
+    async def there() -> None:
+        paging.forget(engine.scheduler)
+
+    if elsewhere and loop is not None and loop.is_running():
+        asyncio.run_coroutine_threadsafe(there(), loop).result()
+    else:
+        paging.forget(engine.scheduler)
 
 
 def _forgetting(update: Callable[..., Any]) -> Callable[..., Any]:
@@ -105,18 +124,18 @@ def _forgetting(update: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(update)
     def now(self: Any, *args: Any, **kwargs: Any) -> Any:
-        paging.forget(self.scheduler)
+        _forget(self)
         try:
             return update(self, *args, **kwargs)
         finally:
-            paging.forget(self.scheduler)
+            _forget(self)
 
     @functools.wraps(update)
     async def later(self: Any, *args: Any, **kwargs: Any) -> Any:
-        paging.forget(self.scheduler)
+        _forget(self)
         try:
             return await update(self, *args, **kwargs)
         finally:
-            paging.forget(self.scheduler)
+            _forget(self)
 
     return later if inspect.iscoroutinefunction(update) else now

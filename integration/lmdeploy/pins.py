@@ -31,6 +31,7 @@ PINNED: dict[str, tuple[str, ...]] = {
         "Engine.update_weights_from_distributed",
         "Engine.complete_weights_update",
         "Engine._cancel_and_end_all_sessions",
+        "Engine.async_loop",
     ),
     "engine.executor": ("build_executor", "get_distributed_executor_backend"),
     "engine.executor.base": ("ExecutorBase._get_state_cache_mem", "ExecutorBase.update_configs"),

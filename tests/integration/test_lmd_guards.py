@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
+from asyncio import run_coroutine_threadsafe as run
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -221,6 +223,37 @@ def test_prefixes_are_forgotten_before_and_after_an_update(fails: bool, waits: b
         with pytest.raises(RuntimeError, match="weight") if fails else contextlib.nullcontext():
             assert (asyncio.run(wrapped(owner)) if waits else wrapped(owner)) == "done"
     assert happened == ["scheduler", "update", "scheduler"]
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_an_update_from_another_thread_forgets_on_that_of_the_engines_loop(inside: bool) -> None:
+    from compact_state.integration.lmdeploy import engine
+
+    happened = []
+
+    def note(what: object) -> None:
+        happened.append((what, threading.current_thread() is worker))
+
+    wrapped = engine._forgetting(lambda self: note("update"))
+    loop = asyncio.new_event_loop()
+    worker = threading.Thread(target=loop.run_forever)
+
+    async def started() -> Any:
+        return asyncio.current_task()
+
+    async def asked() -> None:
+        wrapped(owner)
+
+    worker.start()
+    try:
+        owner = SimpleNamespace(scheduler="scheduler", _loop_main=run(started(), loop).result())
+        with mock.patch.object(engine.paging, "forget", note):
+            run(asked(), loop).result(timeout=10) if inside else wrapped(owner)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        worker.join()
+        loop.close()
+    assert happened == [("scheduler", True), ("update", inside), ("scheduler", True)]
 
 
 def test_the_resolved_executor_and_the_model_are_checked_before_workers_exist() -> None:
