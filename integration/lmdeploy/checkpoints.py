@@ -213,15 +213,15 @@ class CompactCheckpointLifecycle(StateCheckpointLifecycle):  # type: ignore[misc
         self._planned_prefill = False
         self._state_manager.dispatched()
 
-    def _publish(self, seq: Any, save: Save) -> bool:
-        """Seal the slot, give it to the node, index it. False, and the reservation is gone, if the pool refuses."""
+    def _publish(self, seq: Any, save: Save) -> None:
+        """Seal the slot, give it to the node, index it. The reservation is gone if the pool refuses."""
         node, checkpoint = save.node, save.checkpoint
         if node.state_checkpoint is not checkpoint:
-            return False
+            return
         ledger, holder = self._state_manager.ledger, self._state_manager.holder(seq)
         if holder.tainted or not node.is_attached_or_root():
             self._drop_reservation(save)
-            return False
+            return
         try:
             checkpoint.exact_match_data = self._snapshot_match_data(node, seq)
             if save.handle is None:
@@ -234,13 +234,12 @@ class CompactCheckpointLifecycle(StateCheckpointLifecycle):  # type: ignore[misc
             raise
         if handle is None:
             self._drop_reservation(save)
-            return False
+            return
         checkpoint.handle, checkpoint.slot = handle, handle.slot
         checkpoint.published = True
         checkpoint.last_access_time = time.perf_counter()
         self._eviction.published(handle, checkpoint.step, save.handle is None and checkpoint.step == seq.num_valid_ids)
         self._index.add(node)
-        return True
 
     def unpin_saves(self, seqs: Sequence[Any]) -> None:
         """The forward's output has arrived; with it its fence."""
@@ -321,11 +320,6 @@ class CompactCheckpointLifecycle(StateCheckpointLifecycle):  # type: ignore[misc
             self._forget(node)
         else:
             self._state_manager.ledger.uncache(checkpoint.handle, "released")
-
-    def evict(self, max_num_checkpoints: int) -> int:
-        """Evict checkpoints that nothing stands on."""
-        ledger = self._state_manager.ledger
-        return sum(1 for _ in range(max_num_checkpoints) if ledger.evict_oldest())
 
     def _is_evictable_checkpoint(self, node: Any) -> bool:
         checkpoint = node.state_checkpoint

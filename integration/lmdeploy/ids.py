@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -93,10 +93,8 @@ class CompactInputsDelta(InputsDelta):  # type: ignore[misc]
         """Move every tensor field."""
         self.fill_tensors()
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name, value in values.items():
-            if isinstance(value, torch.Tensor):
-                values[name] = value.to(device, non_blocking=non_blocking)
-        return type(self)(**values)
+        tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+        return replace(self, **{name: t.to(device, non_blocking=non_blocking) for name, t in tensors.items()})
 
 
 def patch_model_inputs(module: ModuleType) -> None:

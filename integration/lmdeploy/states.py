@@ -27,7 +27,6 @@ class CompactStateManager:
     def __init__(self, num_slots: int, *, checkpoint_budget: int = 0, log_rows: int = 0) -> None:
         self.ledger = Ledger(num_slots, policy="early")
         self.logs = LogRows(log_rows) if log_rows else None
-        self.num_states = num_slots
         self.checkpoint_budget = checkpoint_budget
         self._in_flight: deque[int] = deque()
         # The sequence whose match is pinned while the scheduler still looks for KV blocks; at most one.
@@ -194,20 +193,6 @@ class CompactStateManager:
             ledger.step_done(ledger.submitted)
         self._in_flight.clear()
         self._tentative = None
-
-    # lmdeploy's own counts
-
-    def get_num_free(self) -> int:
-        """Slots that nothing holds."""
-        return len(self.ledger.free)
-
-    def get_num_free_runtime(self) -> int:
-        """Sequences that could be admitted now."""
-        return max(0, self.ledger.reachable - self.ledger.demand)
-
-    def get_num_runtime_states(self) -> int:
-        """Sequences admitted."""
-        return len(self.ledger.holders)
 
     def get_num_allocated_checkpoint_states(self) -> int:
         """Slots that hold a checkpoint."""

@@ -7,7 +7,7 @@ does so on the device.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -35,10 +35,9 @@ class SameRows(InputsDelta):  # type: ignore[misc]
     def to_device(self, device: str, non_blocking: bool = False) -> SameRows:
         """Move the block tables."""
         self.fill_tensors()
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        if self.block_offsets is not None:
-            values["block_offsets"] = self.block_offsets.to(device, non_blocking=non_blocking)
-        return SameRows(**values)
+        tables = self.block_offsets
+        moved = {} if tables is None else {"block_offsets": tables.to(device, non_blocking=non_blocking)}
+        return replace(self, **moved)
 
 
 class KeptSampling(Sampling):  # type: ignore[misc]
