@@ -92,9 +92,9 @@ def _prefill(layer: Any, hidden_states: torch.Tensor, caches: Any, meta: Compact
     x, z, b, a = _projected(layer, hidden_states)
     options: dict[str, Any] = {"checkpoints": meta.checkpoints, "backend": layer.compact_backend}
     ids = (meta.read_ids, meta.write_ids)
-    taps, bias = layer.conv1d.weight.detach().flatten(1), layer.conv1d.bias
+    taps = layer.conv1d.weight.detach().flatten(1)
     x = cute_kernels.causal_conv1d_prefill(
-        x, taps, caches[0], *ids, meta.positions, meta.cu_seqlens, bias=bias, activation=layer.activation, **options
+        x, taps, caches[0], *ids, meta.positions, meta.cu_seqlens, activation=layer.activation, **options
     )
     size, values = layer.head_v_dim, z.shape[1] // layer.head_v_dim
     heads = x.view(x.shape[0], -1, size)
