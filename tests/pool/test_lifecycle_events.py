@@ -6,9 +6,11 @@ from compact_state.pool import (
     InvariantError,
     Phase,
     PoolClosedError,
+    SlotHandle,
     StepRow,
     StuckLeaseError,
 )
+from compact_state.pool.handles import GENERATION_MASK, INCARNATION_MASK
 from compact_state.pool.invariants import check
 from tests.pool.lifecycle_world import World
 
@@ -346,3 +348,29 @@ def test_one_load_serves_requests_whose_states_are_the_same(other: dict[str, obj
     assert lease is not None
     assert (world.life.begin_load(second, 8) is lease) == shared
     assert (first.key.digest(8) == second.key.digest(8)) == shared
+
+
+def test_handles_stay_apart_where_generations_and_incarnations_wrap() -> None:
+    world = World(2)
+    for rec in world.ledger.records:
+        rec.gen = GENERATION_MASK
+    world.ledger.incarnation = INCARNATION_MASK
+    handles = []
+    for number in range(3):
+        request = world.request(number, [number] * 8)
+        assert world.life.admit(request)
+        world.prefill(request, [8])
+        entry = world.life.finish(request)
+        assert entry is not None
+        handles.append(entry.handle)
+        assert SlotHandle.unpack(entry.handle.pack()) == entry.handle
+        assert world.ledger.is_current(entry.handle)
+        world.index.remove(entry)
+        assert not world.ledger.is_current(entry.handle)
+        world.life.sleep(deadline_s=0.0)
+        world.life.wake()
+    assert [(handle.generation, handle.incarnation) for handle in handles] == [
+        (GENERATION_MASK, INCARNATION_MASK), (0, 0), (1, 1)
+    ]  # fmt: skip
+    assert not any(world.ledger.is_current(handle) for handle in handles)
+    check(world.ledger, world.index)
