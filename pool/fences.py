@@ -66,10 +66,12 @@ class FenceQueue:
     def poll(self) -> int:
         """Reports every fence that has passed. Returns the last step that is done."""
         done = 0
-        while self._queue and self._queue[0][1].passed():
-            done = self._queue.popleft()[0]
-        if done:
-            self.ledger.step_done(done, self.rank)
+        try:
+            while self._queue and self._queue[0][1].passed():
+                done = self._queue.popleft()[0]
+        finally:
+            if done:
+                self.ledger.step_done(done, self.rank)
         return self.ledger.done
 
     def wait_oldest(self) -> bool:

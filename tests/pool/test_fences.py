@@ -91,3 +91,18 @@ def test_a_cuda_fence_is_an_event_on_its_stream(stream: str | None, monkeypatch:
     assert fence.passed() is True
     fence.wait()
     assert calls[1:] == ["query", "synchronize"]
+
+
+def test_a_fence_that_raises_hides_none_before_it() -> None:
+    ledger = Told()
+    queue = FenceQueue(ledger)  # type: ignore[arg-type]
+
+    class Broken(HandFence):
+        def passed(self) -> bool:
+            raise RuntimeError("an error of the device")
+
+    queue.record(1, ImmediateFence())
+    queue.record(2, Broken())
+    with pytest.raises(RuntimeError, match="of the device"):
+        queue.poll()
+    assert (ledger.done, len(queue)) == (1, 1)
