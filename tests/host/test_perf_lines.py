@@ -75,6 +75,31 @@ def test_verify_is_set_against_one_token_of_the_same_rows() -> None:
     assert (one(found, "the same, 6 accepted").value, one(found, "the same, 6 accepted").word) == (1.4, "met")
 
 
+def test_a_layer_step_is_set_against_the_same_step_without_the_rest_of_the_layer() -> None:
+    rows = [
+        row("gdn_decode", "Q1", "B64", 70.0),
+        row("gdn_layer_decode", "Q1", "B64", 77.0, accepted=None),
+        row("gdn_decode", "Q1", "B8", 7.0),
+        row("gdn_layer_decode", "Q1", "B8", 14.0, accepted=None),
+        row("gdn_verify", "Q1", "B64T6", 90.0, "bfloat16", accepted=3),
+        row("gdn_layer_decode", "Q1", "B64T6", 108.0, "bfloat16", accepted=3),
+        row("gdn_layer_decode", "Q1", "B64T6", 700.0, "bfloat16", accepted=6),
+        row("kda_verify", "G1", "B64T8", 90.0, "bfloat16", accepted=3),
+    ]
+    found = judged(*rows)
+    single = one(found, "layer step over the bare recurrence")
+    assert (single.value, single.count) == (pytest.approx(1.1), 1)
+    drafts = one(found, "fused layer verify over bare verify")
+    assert (drafts.value, drafts.count, drafts.word) == (pytest.approx(1.2), 1, "missed")
+    assert one(found, "bf16, up to 8 drafts").word == "not measured"
+
+
+def test_of_a_cell_that_two_files_hold_the_first_counts() -> None:
+    files = [{"environment": {"copy_tb_s": 4.0}, "rows": [row("gdn_decode", "Q1", "B64", us)]} for us in (60.0, 90.0)]
+    (verdict,) = [v for v in verdicts(dict(enumerate(files))) if "fp32, 1,024 heads" in v.line.text]  # type: ignore[arg-type]
+    assert (verdict.value, verdict.count) == (pytest.approx(60.0 / 66.0), 1)
+
+
 def test_gates_checkpoints_and_mixes() -> None:
     rows = [
         row("kda_prefill", "G1", "1x8192", us, gates=gates, peers={"cudnn": cudnn, "fla": 900.0})
