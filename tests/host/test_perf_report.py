@@ -123,7 +123,10 @@ def test_summary_says_plainly_where_a_peer_is_faster() -> None:
     text = tables.summary("gdn_decode", rows)
     assert "A peer is faster on 1: Q1 B64 fp32 (flashinfer, 1.150)." in text
     assert "No peer is faster" in tables.summary("gdn_decode", rows[1:])
-    assert "no peer was measured" in tables.summary("gdn_decode", [row()])
+    measured = "`gdn_decode`: 2 cells, geometric mean 1.10 x floor, a call costs the host 9.0 us (median); no peer was measured."
+    assert tables.summary("gdn_decode", [row(), row(host_us=10.0)]) == measured
+    bare = [row(host_us=None, floor_us=None)]
+    assert tables.summary("gdn_decode", bare) == "`gdn_decode`: 1 cells; no peer was measured."
 
 
 def test_the_first_page_counts_lines_and_says_where_a_peer_is_faster() -> None:
