@@ -39,8 +39,8 @@ A scheduler's loop (`requests`: prompts by id, `run` launches the kernels of a p
 
 `life.cancel(r)` in any phase; `life.publish(r)` for a decode checkpoint; `life.failed(step)` when a launch raised
 (and `life.launched` all the same); `life.new_weights()`, `life.sleep(deadline_s=…)`, `life.wake()`. Draft steps:
-`StepRow(r, UNRESOLVED)` and `life.resolve(r, position)` once the accepted count is known; publish only after the drafts
-are folded in.
+`StepRow(r, UNRESOLVED)`, staged without positions (the device moves them on), and `life.resolve(r, position)` once the
+accepted count is known; publish only after the drafts are folded in.
 """
 
 from .capacity import CapacityPlan, plan_capacity

@@ -272,3 +272,26 @@ def test_a_library_and_its_index_change_together_or_not_at_all(fails, tmp_path, 
     expected = (b"old", "old") if fails else (b"new", {"symbols": {}})
     assert (library.read_bytes(), json.loads(index.read_text())) == expected
     assert {file.name for file in tmp_path.iterdir()} == {library.name, index.name}
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_J9_an_object_that_does_not_load_is_built_again_once(loads, cache_folder, monkeypatch):
+    """As many bytes as were written, and not one of ours."""
+    path, built = cache.object_path("state_ids", KEY), []
+
+    def build_object(kernel_file, key, target):
+        built.append(kernel_file)
+        target.write_bytes(b"good!" if loads else b"bad!!")
+        target.with_suffix(".size").write_text("5")
+
+    monkeypatch.setattr(cache, "_build_object", build_object)
+    monkeypatch.setattr(cache, "_load_object", lambda file, symbol: symbol if file.read_bytes() == b"good!" else None)
+    path.write_bytes(b"alien")
+    path.with_suffix(".size").write_text("5")
+    lookup = cache.jit_cache("state_ids")
+    if loads:
+        assert [lookup(KEY), lookup(KEY)] == [KEY.symbol()] * 2
+    else:
+        with pytest.raises(CompileCacheError, match="does not load after being rebuilt"):
+            lookup(KEY)
+    assert built == ["state_ids"]
