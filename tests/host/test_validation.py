@@ -76,6 +76,16 @@ def test_dtypes_without_kernels_are_refused_by_name(kind):
         delta_rule.check_arguments("step", *wrong, pool, slots, slots, None, **options | {"kernels": False})
 
 
+@pytest.mark.parametrize("place", [1, 2])
+def test_q_k_and_v_have_one_dtype(place):
+    x = list(delta_inputs("gdn", "randn", 3, 1, 2, packed=False).tensors)
+    x[place] = x[place].float()
+    with pytest.raises(InvalidArgumentError, match=rf"^{'qkv'[place]}: got torch.float32 .*; allowed: torch.bfloat16 "):
+        delta_rule.check_arguments(
+            "step", *x, torch.zeros(4, 2, 128, 128), *[ids(0, 1, 2)] * 2, None, kda=False, kernels=False
+        )
+
+
 def test_only_addresses_and_strides_that_are_used_must_fit():
     memory = torch.zeros(64, dtype=torch.bfloat16)
     validation.check_alignment("x", memory.as_strided((2, 8), (8, 1)))
