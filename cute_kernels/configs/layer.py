@@ -18,8 +18,16 @@ from .verify import VerifyKey
 WeightDtype = Literal["float32", "bfloat16"]
 WEIGHT_DTYPES: tuple[WeightDtype, ...] = ("float32", "bfloat16")
 CONV_WIDTH = 4
-STREAMED_HEADS = 1024  # sequences x value heads; of many waves from four times as many on
-ONE_WAVE = (448, 528)  # blocks of eight warps, four of which an SM holds
+SMS = 132  # of an H200
+STREAMED_HEADS = 768  # sequences x value heads from which passes land by turns with fp32 weights too
+ONE_WAVE = (448, 528)  # with fp32 weights: blocks of eight warps, four of which an SM holds
+# bf16 pools and weights, by the most blocks that one SM gets: rows a lane, warps, passes on their way at once. Eight warps of
+# 2 rows a lane fit an SM four times, of 1 row five times, four warps with 8, 7, 6 passes (KDA: 5) six, seven, eight times: the
+# tile whose whole waves leave few places empty. KDA's tile of 6 passes has 5.
+WAVES = (
+    (1, (2, 4, 0)), (3, (2, 4, 7)), (4, (2, 8, 2)), (5, (1, 8, 4)), (6, (2, 4, 8)), (7, (2, 4, 7)), (8, (2, 4, 6)),
+    (10, (1, 8, 4)), (14, (2, 4, 7)), (16, (2, 4, 6)), (21, (2, 4, 7)), (31, (2, 4, 6)), (2**31, (2, 4, 7)),
+)  # fmt: skip
 LATE_VERIFY_HEADS = 396  # more than three blocks an SM: verify on bf16 pools starts the state's copies last
 SM_SHARED_BYTES = 233_472  # of one SM; each block takes 1 KiB besides its own
 
@@ -83,8 +91,13 @@ class LayerDecodeKey:
 
     @property
     def kept(self) -> bool:
-        """Whether states are read as device/kept.py says: on fp32 pools and for large batches on bf16 ones."""
-        return self.state == "float32" or self.landed >= 4
+        """Whether states are read as device/kept.py says: on fp32 pools and where passes land by turns."""
+        return self.state == "float32" or self.landed > 0
+
+    @property
+    def resident(self) -> int:
+        """Blocks an SM must hold, which caps registers: of eight warps whose passes land by turns; 0 is no cap."""
+        return (5 if self.rows == 1 else 4) if self.state == "bfloat16" and self.landed and self.warps == 8 else 0
 
     def shared_bytes(self) -> int:
         """Shared memory of a block: the landed state, a barrier a pass, six vectors of a head, two scalars, the unused part."""
@@ -171,17 +184,16 @@ def choose(kind: Kind, state: StateDtype, weight: WeightDtype, heads: int = 0) -
 
 def heuristic(kind: Kind, state: StateDtype, weight: WeightDtype, heads: int = 0) -> LayerDecodeKey:
     """16 KiB (bf16: 8 KiB) a bulk copy and whole heads on their way; in fp32 two blocks an SM are faster than three, and three
-    quarters of them early faster than all. bf16 passes land by turns where eight warps a block make one wave, or four warps one
-    or more: as many at a time as leave nine (GDN: eight) blocks an SM, in many waves all but one (bf16 weights).
+    quarters of them early faster than all. bf16 passes land by turns where an SM gets more than one block, by `WAVES`.
     """
     if state == "float32":
         return LayerDecodeKey(kind, state, weight, 2, 8, 2, 198)
+    if weight == "bfloat16":
+        rows, warps, landed = next(tile for most, tile in WAVES if heads <= most * SMS)
+        return LayerDecodeKey(kind, state, weight, rows, warps, landed=5 if landed == 6 and kind != "gdn" else landed)
     if ONE_WAVE[0] <= heads <= ONE_WAVE[1]:
         return LayerDecodeKey(kind, state, weight, 2, 8, landed=2)
-    if heads < STREAMED_HEADS:
-        return LayerDecodeKey(kind, state, weight, 2, 4)
-    landed = 7 if heads >= 4 * STREAMED_HEADS else 6 if kind == "gdn" else 5
-    return LayerDecodeKey(kind, state, weight, 2, 4, landed=landed if weight == "bfloat16" else 4)
+    return LayerDecodeKey(kind, state, weight, 2, 4, landed=4 if heads >= STREAMED_HEADS else 0)
 
 
 def candidates(kind: Kind, state: StateDtype, weight: WeightDtype) -> list[LayerDecodeKey]:
@@ -192,7 +204,7 @@ def candidates(kind: Kind, state: StateDtype, weight: WeightDtype) -> list[Layer
         for warps in (4, 8, 16)
         for blocks in (0, 2, 3)
         for early in (0, 198)
-        for landed in (0, 2, 4, 5, 6, 7)
+        for landed in (0, 2, 4, 5, 6, 7, 8)
     ]
     return [key for key in keys if key.rejection() is None]
 
@@ -206,7 +218,7 @@ def shipped() -> list[Entry]:
                 shape = {"kind": kind, "state": state, "weight": weight}
                 keys |= {
                     heuristic(kind, state, weight, heads)
-                    for heads in (0, ONE_WAVE[0], STREAMED_HEADS, 4 * STREAMED_HEADS)
+                    for heads in (0, ONE_WAVE[0], STREAMED_HEADS, *(most * SMS for most, _ in WAVES))
                 }
                 keys |= tables.shipped_keys("layer_decode", shape, heuristic(kind, state, weight))
     verify = dict.fromkeys(

@@ -73,9 +73,9 @@ class LayerDecode:
         self.landed = key.landed or self.passes
         self.pass_bytes = self.pass_rows * HEAD_DIM * self.dtype.width // 8
         self.threads = 32 * key.warps
-        # The window comes a latency earlier: its position beside the ids, the copies by a warp without a window. Small batches
-        # on bf16 pools gain nothing.
-        streams = key.landed > 4
+        # The window comes a latency earlier: its position beside the ids, the copies by a warp without a window. Whole heads of
+        # bf16 pools gain nothing.
+        streams = key.landed > 4 or key.resident > 0
         self.ahead = key.state == "float32" or streams
         self.lander = 32 * NORM_WARP if self.ahead else 0
         # KDA's 128 gates: over as many of the threads that do not convolve as divide them evenly. In large batches the warp that
@@ -117,6 +117,8 @@ class LayerDecode:
             grid=[hv, cutlass.min(n, Int32(GRID_Y)), (n + GRID_Y - 1) // GRID_Y],
             block=[self.threads, 1, 1],
             stream=stream,
+            min_blocks_per_mp=self.key.resident,
+            preferred_smem_carveout=100 if self.key.resident else None,
             use_pdl=(flags & PLAIN) == 0,
         )
 

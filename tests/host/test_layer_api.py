@@ -86,8 +86,9 @@ def test_every_choice_is_legal_and_ships():
     for kind in configs.KINDS:
         for state in configs.STATE_DTYPES:
             for weight in configs.WEIGHT_DTYPES:
-                turns = (configs.STREAMED_HEADS, 4 * configs.STREAMED_HEADS)
-                edges = (edge + step for edge in (*configs.ONE_WAVE, *turns) for step in (-1, 0, 1))
+                waves = (configs.SMS * most for most, _ in configs.WAVES[:-1])
+                edges = (*configs.ONE_WAVE, configs.STREAMED_HEADS, *waves)
+                edges = (edge + step for edge in edges for step in (-1, 0, 1))
                 for heads in (0, 1, *edges, 10**6):
                     key = configs.heuristic(kind, state, weight, heads)
                     ruled.add(key)
@@ -102,7 +103,7 @@ def test_every_choice_is_legal_and_ships():
                     assert verify.verify.wy == choose_verify(kind, state, heads).wy, (
                         "the bare verify's bits need its form"
                     )
-    assert len(ruled) == 45
+    assert len(ruled) == 51
     for key, kernel in shipped.items():  # by rule or from a table
         if kernel == "layer_decode":
             assert key.rejection() is None

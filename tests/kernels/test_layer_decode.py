@@ -30,9 +30,13 @@ OUTPUT_TOLERANCE = 0.003
 
 
 def by_turns(kind, weight=torch.bfloat16):
-    """Settings of the forms whose passes land by turns: of four warps a block, for some waves and for many, and of eight."""
-    landed = (4,) if weight is torch.float32 else (6 if kind == "gdn" else 5, 7)
-    return [*({"rows": 2, "warps": 4, "landed": count} for count in landed), {"rows": 2, "warps": 8, "landed": 2}]
+    """Settings of the forms whose passes land by turns, as `configs.layer.WAVES` has them: of four warps a block and of eight."""
+    landed = (4,) if weight is torch.float32 else (6 if kind == "gdn" else 5, 7, 8)
+    wide = [(2, 2)] if weight is torch.float32 else [(2, 2), (1, 4)]
+    return [
+        *({"rows": 2, "warps": 4, "landed": count} for count in landed),
+        *({"rows": rows, "warps": 8, "landed": count} for rows, count in wide),
+    ]
 
 
 SINGLE = {"gdn": gdn_decode, "kda": kda_decode}
