@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from compact_state.cute_kernels import Checkpoints, DraftLog, delta_rule, validation
+from compact_state.cute_kernels import Checkpoints, DraftLog, delta_rule, gated_norm, validation
 from compact_state.cute_kernels.errors import BackendUnavailableError, InvalidArgumentError, UnsupportedConfigError
 from compact_state.cute_kernels.reference.datasets import delta_inputs, ids
 
@@ -74,6 +74,18 @@ def test_dtypes_without_kernels_are_refused_by_name(kind):
         with pytest.raises(UnsupportedConfigError, match=rf"step: {names[0]} is torch.float16; allowed with kernels"):
             delta_rule.check_arguments("step", *wrong, pool, slots, slots, None, **options)
         delta_rule.check_arguments("step", *wrong, pool, slots, slots, None, **options | {"kernels": False})
+
+
+@pytest.mark.parametrize("name", ["o", "z", "weight"])
+def test_a_norms_dtypes_without_kernels_are_refused_by_name(name):
+    x = {
+        part: torch.zeros(shape, dtype=torch.bfloat16)
+        for part, shape in (("o", (3, 128)), ("z", (3, 128)), ("weight", 128))
+    }
+    x[name] = x[name].half()
+    gated_norm._check(*x.values(), "silu", 1e-6, None, False)
+    with pytest.raises(UnsupportedConfigError, match=f"gated_rms_norm: {name} is torch.float16; allowed with kernels"):
+        gated_norm._check(*x.values(), "silu", 1e-6, None, True)
 
 
 @pytest.mark.parametrize("place", [1, 2])
