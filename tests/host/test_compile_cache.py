@@ -295,3 +295,29 @@ def test_J9_an_object_that_does_not_load_is_built_again_once(loads, cache_folder
         with pytest.raises(CompileCacheError, match="does not load after being rebuilt"):
             lookup(KEY)
     assert built == ["state_ids"]
+
+
+@pytest.mark.parametrize("spill", [0, 8])
+def test_a_build_leaves_objects_a_report_and_a_verdict(spill, tmp_path, monkeypatch, capsys):
+    asked = []
+
+    def build_all(entries, jobs, progress):
+        asked.append(([entry.key.symbol() for entry in entries], jobs, progress))
+        found = []
+        for number, entry in enumerate(entries):
+            path = tmp_path / f"{entry.key.symbol()}.o"
+            path.write_bytes(b"object")
+            found.append((entry, path, ResourceReport(16, 0, spill if number else 0, 0, False)))
+        return found
+
+    monkeypatch.setattr(build, "build_all", build_all)
+    out = tmp_path / "deep" / "out"
+    assert build.build(out, shared=False, only="^(gated_norm|advance_state_ids)_", jobs=3, progress=False) == (
+        not spill
+    )
+    ((symbols, jobs, progress),) = asked
+    assert (len(symbols), jobs, progress) == (2, 3, False)
+    assert {file.name for file in out.iterdir()} == {"report.json", *(f"{symbol}.o" for symbol in symbols)}
+    report = json.loads((out / "report.json").read_text())
+    assert [report[symbol]["spill_store_bytes"] for symbol in symbols] == [0, spill]
+    assert ("spills 8 B stores" in capsys.readouterr().out) == bool(spill)
