@@ -67,6 +67,27 @@ def test_layer_floor_is_the_projection_row_the_state_and_four_columns_of_the_win
     assert work.layer(g, "float32", 8).bytes == 8 * (2 * row + states + 2 * window + 8)
 
 
+def test_conv_floor_is_each_row_in_and_out_and_the_live_columns_of_the_windows() -> None:
+    row = 8192 * 2
+    packed = work.conv_prefill(geometry("Q1"), (100, 28), 3)
+    assert (packed.bytes, packed.flops) == (128 * 2 * row + (2 * 2 + 3) * 3 * row, 128 * 8192 * 8)
+    step = work.conv_decode(geometry("Q1"), 5)
+    assert (step.bytes, step.flops) == (5 * (2 + 3 + 1) * row, 5 * 8192 * 8)
+
+
+def test_commit_and_layer_drafts_move_what_was_accepted() -> None:
+    g, matrix = geometry("Q1"), 128 * 128
+    token = 16 * 128 * 2 + 32 * 128 * 4 + 32 * 4
+    folded = work.commit(g, "bfloat16", 4, 6)
+    assert folded.bytes == 4 * (2 * 32 * matrix * 2 + 8) + 6 * token
+    assert folded.flops == 32 * 6 * 3 * matrix
+    row, inputs = (8192 + 32 + 32 + 2 * 32 * 128) * 2, 8192 * 2
+    drafts = work.layer(g, "float32", 4, 3, 6)
+    windows = 4 * 3 * inputs + 6 * inputs
+    assert drafts.bytes == 4 * (3 * row + 2 * 32 * matrix * 4 + 8) + windows + (4 * 3 + 6) * (token + inputs)
+    assert drafts.flops == 4 * 3 * (32 * 8 * matrix + 8192 * 8) + 6 * 32 * 3 * matrix
+
+
 def test_a_checkpoint_adds_one_state() -> None:
     g = geometry("Q1")
     plain, kept = (Case("gdn_prefill", g, workload(w), "float32").work for w in ("4x2048", "4x2048+ckpt512"))

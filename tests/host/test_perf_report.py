@@ -75,7 +75,15 @@ def test_committed_results_follow_the_schema(path: Path) -> None:
         (lambda r: r["rows"][0].pop("peers"), r"rows\[0\]: lacks peers"),
         (lambda r: r["rows"][0].update(op="gdn_decoder"), "allowed: gdn_decode"),
         (lambda r: r["rows"][0].update(ours_us=0.0), "a positive number"),
-        (lambda r: r["rows"][0].update(ours_us=float("nan")), "a positive number"),
+        *(
+            (
+                lambda r, us=us: r["rows"][0].update(ours_us=us),
+                r"rows\[0\]\.ours_us: got .*; allowed: a positive number",
+            )
+            for us in (float("nan"), float("inf"), -1.0, True, "69", None)
+        ),
+        (lambda r: r["rows"][0].update(floor_us=-1.0), r"rows\[0\]\.floor_us"),
+        (lambda r: r["rows"][0].update(spread=-0.1), r"rows\[0\]\.spread"),
         (lambda r: r["rows"][0].update(state_dtype="fp16"), "allowed: float32, bfloat16"),
         (lambda r: r["rows"][0].update(peers={"fla": None}), r"peers\.fla"),
         (lambda r: r["rows"].append(r["rows"][0]), "a second row"),
@@ -83,6 +91,7 @@ def test_committed_results_follow_the_schema(path: Path) -> None:
     ],
 )
 def test_schema_names_what_is_wrong(change: Any, message: str) -> None:
+    schema.validate(result(row(floor_us=None, slab_copy_us=None, spread=0)))
     bad = result(row())
     schema.validate(bad)
     change(bad)
