@@ -111,6 +111,9 @@ def test_an_engine_that_does_not_start_is_left_out_with_its_error(tmp_path: Path
             running["good"].ask("fly")
         assert list(running.engines) == ["good"]
         assert "no such model" in running.failed["bad"]
+        engine = running["good"]._process
+        assert engine.poll() is None
+    assert engine.returncode is not None
     with (
         pytest.raises(fleet.EngineError, match="no such model"),
         fleet.Fleet(specs[1:], tmp_path, engine=[str(program)]),
