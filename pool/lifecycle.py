@@ -161,12 +161,13 @@ class Lifecycle:
         self, step: int, rows: Sequence[StepRow], before: Sequence[int]
     ) -> dict[int, list[tuple[IndexEntry, SlotHandle]]]:
         exports: dict[int, list[tuple[IndexEntry, SlotHandle]]] = {}
-        pending = 0
+        # What is short goes to the deepest: a row's end first, which needs no slot besides, then from there back.
+        pending = sum(start + row.tokens in row.positions for start, row in zip(before, rows))
         for number, row in enumerate(rows):
             if not row.positions or before[number] < 0 or row.tokens <= 0:
                 continue
             start, end = before[number], before[number] + row.tokens
-            for position in sorted(set(row.positions)):
+            for position in sorted(set(row.positions), reverse=True):
                 if not start < position < end:
                     continue
                 spare = self.ledger.available > self.ledger.demand
@@ -175,7 +176,7 @@ class Lifecycle:
                 if entry is None or handle is None:
                     self.skipped_checkpoints += 1
                 else:
-                    exports.setdefault(number, []).append((entry, handle))
+                    exports.setdefault(number, []).insert(0, (entry, handle))
                     pending += 1
         return exports
 
