@@ -18,6 +18,7 @@ from .configs.kda_prefill import (
     parts_of_long_rows,
     records_key,
     recurrence_key,
+    rows_at_once,
     shortest_long_row,
     slabs_per_block,
     slots_per_launch,
@@ -88,7 +89,6 @@ def launch_chunked(
             window, hv, chains, steps, segments, 2.0 if long_rows and not segments else 0.0, lower_bound is None
         )
     flags = torch.empty(window * group, dtype=torch.int32, device=q.device) if beside else cu_seqlens
-    dealt = (beside.blocks, beside.stay, beside.rounds, beside.early) if beside else (BLOCKS_OF_RECORDS, 0, 0, 0)
     make_records = kda_records(records_key(lower_bound, beside is not None))
     find_states: RecurrenceKey = KdaPrefillKey(name, slabs_per_block(max(states, 1), hv, equal=True), transition=True)
     run_chunks = KdaPrefillKey(name, slabs_per_block(max(rows, long_rows * parts), hv, tokens=tokens / rows))
@@ -96,6 +96,10 @@ def launch_chunked(
         find_states = recurrence_key(name, beside.columns, transition=True)
     elif beside:
         run_rows = recurrence_key(name, beside.columns, transition=False)
+    together = rows_at_once(max(rows, long_rows * parts), group, run_chunks.slabs)
+    dealt = (BLOCKS_OF_RECORDS, together, 0, 0)
+    if beside:
+        dealt = (beside.blocks, beside.stay, beside.rounds, beside.early)
     inner = 2 * long_rows * (parts - 1) if long_rows else 2 * (window < slots)
     work = torch.empty(max(inner, 1), state[0].numel() if inner else 4, dtype=torch.float32, device=q.device)
     if tokens == 0:  # states still move between slots; a tensor map needs an address

@@ -33,6 +33,8 @@ CHUNK_US: dict[bool, dict[Columns, float]] = {
 # How much longer a chunk of half a head and a round take beside one another with many blocks, and a round with few, by whether
 # the gate is softplus.
 SHARED = {False: (1.6, 1.0, 0.9), True: (1.5, 0.97, 0.95)}
+# Rounds whose records halves of a head of several rows find in L2, and what of a round's time that gains them.
+IN_L2 = (3, 0.15)
 CROWDED = 1.5  # how much longer a chunk of half a head takes where all multiprocessors load records
 WORKSPACE_BYTES = 1 << 30  # most that one launch may take for records
 
@@ -65,6 +67,11 @@ def slabs_per_block(chains: int, heads: int, equal: bool = False, tokens: float 
     # Of few rows, which seldom are equal, a third wave of whole heads would begin late; of equal ones halves take 1 % longer.
     unequal = wholes == 3 and chains <= 8 and not equal
     return 1 if few or unequal or halves < 1.85 * wholes - 0.5 else 2
+
+
+def rows_at_once(rows: int, heads: int, slabs: int) -> int:
+    """How many rows, or segments of rows, blocks of `slabs` halves of a head walk at first where the chip is theirs."""
+    return max(1, min(rows, MULTIPROCESSORS * slabs // (2 * heads)))
 
 
 @dataclass(frozen=True)
@@ -128,7 +135,8 @@ def overlap(
                 CROWDED if crowded and columns == 64 else 1.0
             )
             if rounds:
-                start = (6 if columns < 64 else 10) + max(round_us * rounds, 10.5)
+                found = min(rounds, IN_L2[0]) * IN_L2[1] if columns == 64 and chains > 1 and left > 2 else 0.0
+                start = (6 if columns < 64 else 10) + max(round_us * (rounds - found), 10.5)
             else:
                 start = 12 if early or columns < 64 else 20.5
             time = start + max(chain, rest + 3)

@@ -33,7 +33,7 @@ def store_parameters(inputs, bias, a_log, tidx):
 @cute.jit
 def load_first(inputs: cutlass.Constexpr, block: Int32):
     """One warp: find the worker's first item and start its loads."""
-    look_ahead(inputs, inputs.first, Int32(-1), Int32(0), Int32(0), Int32(0), Int32(-1))
+    look_ahead(inputs, inputs.first)
     if const_expr(inputs.overlapped):
         if kda_items.comes_later(inputs, block):
             cute.arch.inline_ptx("nanosleep.u32 400;")
@@ -67,7 +67,7 @@ def start_next(inputs: cutlass.Constexpr, later=None):
         head = (inputs.first_head + local_head) // inputs.group_size
         for place, (tma, gX) in enumerate((inputs.k, inputs.q)):
             tXsX, tXgX = input_tile(inputs, tma, gX, inputs.tile + place * (OPERAND_BYTES // 2), token, head)
-            cute.copy(tma, tXgX, tXsX, tma_bar_ptr=inputs.loaded)
+            cute.copy(tma, tXgX, tXsX, tma_bar_ptr=inputs.loaded, **kda_items.policy_of_loads(inputs))
     else:
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(inputs.loaded + 1)
@@ -76,10 +76,9 @@ def start_next(inputs: cutlass.Constexpr, later=None):
 @cute.jit
 def find_next(inputs: cutlass.Constexpr):
     """One warp: find the item behind the worker's next one."""
-    count, start, _, entry = load_shared(inputs.info, 4, Int32)
-    slot, _, item, token = load_shared(inputs.info + 16, 4, Int32)
+    count, item = load_shared(inputs.info, 1, Int32), load_shared(inputs.info + 24, 1, Int32)
     if count > 0:
-        look_ahead(inputs, kda_items.behind(inputs, item), slot, token, start, count, entry)
+        look_ahead(inputs, kda_items.behind(inputs, item))
 
 
 @cute.jit
@@ -93,15 +92,13 @@ def load_gate(inputs: cutlass.Constexpr):
         tma, gX = inputs.gate
         tile = inputs.tile + RAW_GATE // 2
         tXsX, tXgX = input_tile(inputs, tma, gX, tile, token, inputs.first_head + local_head)
-        cute.copy(tma, tXgX, tXsX, tma_bar_ptr=inputs.loaded + 1)
+        cute.copy(tma, tXgX, tXsX, tma_bar_ptr=inputs.loaded + 1, **kda_items.policy_of_loads(inputs))
 
 
 @cute.jit
-def look_ahead(
-    inputs: cutlass.Constexpr, item: Int32, slot: Int32, token: Int32, start: Int32, count: Int32, entry: Int32
-):
-    """One warp: the first item from `item` on that has a chunk. What follows `item` are the facts of the item before."""
-    found = kda_items.next_item(inputs, item, slot, token, start, count, entry)
+def look_ahead(inputs: cutlass.Constexpr, item: Int32):
+    """One warp: the first item from `item` on that has a chunk."""
+    found = kda_items.next_item(inputs, item)
     item, slot, local_head, token, start, count, entry = found
     cute.arch.sync_warp()
     if cute.arch.lane_idx() == 0:

@@ -1,34 +1,40 @@
 """The (chunk slot, head) items of the KDA records kernel: which a worker computes, in which order, and how others learn of it.
 
-A worker is 256 threads. Alone on the chip, two blocks of one worker each share a multiprocessor, and each has a run of items,
-slot by slot with the heads inside. Beside the recurrence a block has two workers and a multiprocessor of its own, because small
-blocks would spread over all of them and leave none to the recurrence; two blocks are a cluster, so that neighbours are left to
-it, which the two halves of a head need. Items are then dealt out one by one in the order of
-need: some rounds to all workers, the rest to those that stay when the others have left their multiprocessors to the
-recurrence. Needed first are chunks with the most chunks of their row behind them: rows are aligned at their ends, and a level
-of this order has one chunk of every row that is long enough.
+A worker is 256 threads. Alone on the chip, two blocks of one worker each share a multiprocessor. Items are dealt out one by one,
+all heads of a slot together and slots from the one that the recurrence needs last to the one it needs first: it finds in L2
+what was made last. Beside the recurrence a block has two workers and a multiprocessor of its own, because small blocks would
+spread over all of them and leave none to the recurrence; two blocks are a cluster, so that neighbours are left to it, which the
+two halves of a head need. Items are then dealt out in the order of need: some rounds to all workers, for the same reason the
+last of them first, the rest to those that stay when the others have left their multiprocessors to the recurrence. Needed first
+are chunks with the most chunks of their row behind them: rows are aligned at their ends, and a level of this order has one chunk
+of every row that is long enough.
 
 What a kernel needs of this: `place_worker`, `sync` instead of the block's barrier, `begin_info` and `begin` before its first
 item, `next_item` to find items, `hand_over` behind the last store of an item, `finish` behind the loop. In `inputs.info` words 4
 and 5 are slot and head of the next item, words 18 and 19 those of the one under way when the next is known, word 16 the end of
-the run.
+all items.
 """
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint8, Uint32, const_expr
 
-from .kda_layout import chunk_of_row, chunk_of_slot, first_slot
+from .kda_layout import chunk_of_row, chunk_of_slot, first_slot, row_of_slot
 from .prefill_layout import CHUNK
 from .record_flags import clear_flag, let_start, publish
 from .warp_ops import load_shared, store_shared
 
-THREADS = 256
+THREADS, LANES = 256, 32
 LOADER = 0  # warp that finds items, starts loads and stores, and sets flags
 OTHERS = 7  # warps
+KEPT_ITEMS = 528  # last ones, whose records stay in the second level: 31 MB
+EVICT_FIRST, EVICT_LAST = (
+    0x12F0000000000000,
+    0x14F0000000000000,
+)  # as `createpolicy` makes them for the whole of an access
 BARRIERS = 8  # of a worker; two workers take all there are, the block's own is the first one's
 MAIN, INVERSE, PAIRS, DECAYS, PUBLISH = 0, 1, 2, 6, 7
-TURNS = 80  # byte of `inputs.info` where the worker's turns are, for which there are no registers
+TURNS = 80  # byte of `inputs.info` where the order of items is, for which there are no registers
 LAST = 72  # byte of `inputs.info` where slot and head of the item before are
 RECORD = 96  # byte of `inputs.info` where the address of the record under way is
 ROW = 104  # byte of `inputs.info` where the tokens of the call's only row are, -1 where chunks must be looked up
@@ -77,7 +83,7 @@ def sync(inputs):
 
 @cute.jit
 def begin_info(inputs: cutlass.Constexpr):
-    """One thread: where the worker's run ends; there is no item before the first. What the call's only row is, if it has one."""
+    """One thread: where the items end; there is no item before the first. What the call's only row is, if it has one."""
     cu, _, _ = inputs.plan
     first, end = Int32(cu[0]), Int32(cu[1])
     alone = (inputs.rows * inputs.parts == 1) & (inputs.has_entries == 0) & (inputs.first_chunk == 0) & (first == 0)
@@ -89,6 +95,10 @@ def begin_info(inputs: cutlass.Constexpr):
     if const_expr(inputs.overlapped):
         shared = inputs.rounds * inputs.workers
         store_shared(inputs.info + TURNS, shared, inputs.workers, inputs.staying, inputs.first_staying)
+    else:
+        chunks, together = inputs.stop // inputs.heads, inputs.together
+        steps = chunks // together
+        store_shared(inputs.info + TURNS, chunks, steps, steps * together, together)
 
 
 @cute.jit
@@ -153,20 +163,19 @@ def finish(inputs: cutlass.Constexpr, tidx: Int32):
 def deal(
     plan, slots: Int32, heads: Int32, block: Int32, blocks: Int32, worker: Int32, turns, overlapped: cutlass.Constexpr
 ):
-    """A worker's part of the items: an equal run, or its turns among all workers and among those that stay.
+    """A worker's part of the items: its turns among all workers, beside the recurrence also among those that stay.
 
     plan: what cuts rows into chunks: mCu, mEntryCu, has_entries, min_tokens, first_chunk.
     """
     if const_expr(not overlapped):
-        first, stop = equal_run(plan, slots, heads, block, blocks)
-        return {"first": first, "stop": stop}
+        return {"first": block, "stop": all_items(plan, slots, heads), "workers": blocks, "together": turns[0]}
     stay, rounds, early = turns
     items = Int64(slots) * Int64(heads)
     count = workers_of_block(overlapped)
-    stay = cutlass.min(stay, blocks)
+    stay, rounds = cutlass.min(stay, blocks), cutlass.min(rounds, Int32(items // Int64(blocks * count)))
     first_staying = rounds * blocks * count + block + worker * stay
     return {
-        "first": block + worker * blocks,
+        "first": block + worker * blocks + (cutlass.max(rounds, 1) - 1) * blocks * count,
         "stop": Int32(items),
         "rounds": rounds,
         "early": early,
@@ -177,46 +186,55 @@ def deal(
 
 
 @cute.jit
-def equal_run(plan, slots: Int32, heads: Int32, block: Int32, blocks: Int32):
-    """A worker's first item and the one behind its last; all lanes of one warp.
-
-    With up to 32 rows runs have equal numbers of items whose slot has a chunk, and a slot that has none belongs to the run of the
-    chunk before it. With more rows they have equal numbers of items.
-    """
+def all_items(plan, slots: Int32, heads: Int32) -> Int32:
+    """Items whose slot has a chunk, or, with more rows than lanes, all; all lanes of one warp."""
     mCu, mEntryCu, has_entries, min_tokens, first_chunk = plan
-    rows, lane, items = cute.size(mCu, mode=[0]) - 1, cute.arch.lane_idx(), Int64(slots) * Int64(heads)
-    first, stop = (Int32(items * Int64(at) // Int64(blocks)) for at in (block, block + 1))
-    if rows <= 32:
-        row = lane if lane < rows else rows - 1
-        begin = first_slot(mCu, mEntryCu, row, has_entries)
-        length = Int32(mCu[row + 1]) - Int32(mCu[row])
-        end = begin + ((length + CHUNK - 1) >> 6)
-        if has_entries != 0:
-            end = first_slot(mCu, mEntryCu, row + 1, has_entries)
-        end = end if (length >= min_tokens) & (lane < rows) else begin
-        begin, end = clamp(begin - first_chunk, slots), clamp(end - first_chunk, slots)
-        reached = end - begin
-        for step in cutlass.range_constexpr(5):
-            below = cute.arch.shuffle_sync_up(reached, offset=1 << step, mask_and_clamp=0)
-            if lane >= 1 << step:
-                reached += below
-        chunks = Int64(cute.arch.shuffle_sync(reached, 31)) * Int64(heads)
-        first, stop = (
-            item_of_rank(Int32(chunks * Int64(at) // Int64(blocks)), slots, heads, begin, end, reached)
-            for at in (block, block + 1)
-        )
-        stop = stop if block + 1 < blocks else Int32(items)
-    return first, stop
+    count = slots
+    if cute.size(mCu, mode=[0]) <= LANES + 1:
+        _, _, reached = chunks_of_rows(mCu, mEntryCu, has_entries, min_tokens, first_chunk, slots)
+        count = cute.arch.shuffle_sync(reached, LANES - 1)
+    return count * heads
 
 
 @cute.jit
-def item_of_rank(rank: Int32, slots: Int32, heads: Int32, begin: Int32, end: Int32, reached: Int32) -> Int32:
-    """The item behind `rank` items that have a chunk; a lane has the slots of a row's chunks and their number up to there."""
-    turn, before = rank // heads, reached - (end - begin)
-    slot = begin + turn - before if (turn >= before) & (turn < reached) else Int32(-1)
-    slot = cute.arch.warp_redux_sync(slot, "max")
-    item = slot * heads + rank % heads if slot >= 0 else slots * heads
-    return item if rank > 0 else Int32(0)
+def chunks_of_rows(mCu, mEntryCu, has_entries: Int32, min_tokens: Int32, first_chunk: Int32, slots: Int32):
+    """(begin, end, reached) of a row a lane: the slots of its chunks and how many chunks there are up to there."""
+    rows, lane = cute.size(mCu, mode=[0]) - 1, cute.arch.lane_idx()
+    row = lane if lane < rows else rows - 1
+    begin = first_slot(mCu, mEntryCu, row, has_entries)
+    length = Int32(mCu[row + 1]) - Int32(mCu[row])
+    end = begin + ((length + CHUNK - 1) >> 6)
+    if has_entries != 0:
+        end = first_slot(mCu, mEntryCu, row + 1, has_entries)
+    end = end if (length >= min_tokens) & (lane < rows) else begin
+    begin, end = clamp(begin - first_chunk, slots), clamp(end - first_chunk, slots)
+    reached = end - begin
+    for step in cutlass.range_constexpr(5):
+        below = cute.arch.shuffle_sync_up(reached, offset=1 << step, mask_and_clamp=0)
+        if lane >= 1 << step:
+            reached += below
+    return begin, end, reached
+
+
+@cute.jit
+def slot_of_rank(inputs: cutlass.Constexpr, rank: Int32):
+    """(slot, row) of the chunk behind `rank` others; all lanes of one warp."""
+    slot, row = rank, Int32(0)
+    if load_shared(inputs.info + ROW, 1, Int32) < 0:
+        cu, entry_cu, _ = inputs.plan
+        if inputs.rows <= LANES:
+            begin, end, reached = chunks_of_rows(
+                cu, entry_cu, inputs.has_entries, inputs.min_tokens, inputs.first_chunk, inputs.slots
+            )
+            before = reached - (end - begin)
+            here = (rank >= before) & (rank < reached)
+            slot = cute.arch.warp_redux_sync(begin + rank - before if here else Int32(0), "max")
+            row = cute.arch.warp_redux_sync(cute.arch.lane_idx() if here else Int32(0), "max")
+        else:
+            row = row_of_slot(
+                cu, entry_cu, inputs.first_chunk + slot, inputs.rows, cute.arch.lane_idx(), inputs.has_entries
+            )
+    return slot, row
 
 
 def flag_address(inputs, slot, local_head):
@@ -226,14 +244,18 @@ def flag_address(inputs, slot, local_head):
 
 @cute.jit
 def begin(inputs: cutlass.Constexpr, block: Int32, warp: Int32):
-    """All warps but the one that starts the first loads: flags to zero and the table's lines, then the recurrence may start."""
-    if const_expr(inputs.overlapped):
-        if warp != LOADER:
-            line = (block * OTHERS + warp - 1) * workers_of_block(True) + inputs.worker
-            prepare(inputs, inputs.first, warp - 1, line, inputs.workers * OTHERS)
+    """All warps but the one that starts the first loads: the table's lines, and beside the recurrence flags to zero, so that it
+    may start."""
+    if warp != LOADER:
+        line = (block * OTHERS + warp - 1) * workers_of_block(inputs.overlapped) + inputs.worker
+        if const_expr(inputs.overlapped):
+            clear_flags(inputs, inputs.first, warp - 1)
+        write_lines(inputs, line, inputs.workers * OTHERS)
+        if const_expr(inputs.overlapped):
             cute.arch.sync_warp()
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(inputs.cleared)
+    if const_expr(inputs.overlapped):
         if (inputs.worker == 1) & (warp == OTHERS):
             cute.arch.mbarrier_wait(inputs.cleared, 0)
             let_start()
@@ -336,41 +358,37 @@ def write_line(inputs: cutlass.Constexpr, slot: Int32, token: Int32, count: Int3
     table[slot, 3] = entry
 
 
-@cute.jit
-def next_item(
-    inputs: cutlass.Constexpr, item: Int32, slot: Int32, token: Int32, start: Int32, count: Int32, entry: Int32
-):
+def next_item(inputs, item):
     """The worker's first item from `item` on whose slot has a chunk: (item, slot, head, token, start, count, entry).
 
-    One warp. `slot` and what follows are those of the item before. Count is 0 at the end.
+    One warp. Count is 0 at the end.
     """
-    if const_expr(inputs.overlapped):
-        found = next_in_turn(inputs, item)
-    else:
-        found = next_in_run(inputs, item, slot, token, start, count, entry)
-    return found
+    return next_in_turn(inputs, item) if inputs.overlapped else next_from_end(inputs, item)
 
 
 def behind(inputs, item):
     """The worker's item behind one of its items."""
-    return following(inputs, item) if inputs.overlapped else item + 1
+    return following(inputs, item) if inputs.overlapped else item + inputs.workers
 
 
 @cute.jit
-def next_in_run(
-    inputs: cutlass.Constexpr, item: Int32, slot: Int32, token: Int32, start: Int32, count: Int32, entry: Int32
-):
-    """The slot of the item before is not looked up again. A slot's line of the table is written by whoever has its first head."""
+def next_from_end(inputs: cutlass.Constexpr, item: Int32):
+    """In the order in which the recurrence finds most in L2: what it needs first is made last.
+
+    Of `together` rows, those that it walks first, the chunks go level by level, as if they had equal numbers of them.
+    """
     heads, stop = inputs.heads, load_shared(inputs.info + 64, 1, Int32)
-    count = count if (item < stop) & (item < (slot + 1) * heads) else Int32(0)
+    chunks, steps, even, together = load_shared(inputs.info + TURNS, 4, Int32)
+    slot, token, start, count, entry = Int32(0), Int32(0), Int32(0), Int32(0), Int32(-1)
     while (item < stop) & (count == 0):
-        slot = item // heads
-        token, start, count, entry = look_up(inputs, slot)
-        if (item == slot * heads) & (cute.arch.lane_idx() == 0):
-            write_line(inputs, slot, token, count, start, entry)
-        item = item if count > 0 else (slot + 1) * heads
-    slot = item // heads
-    return item, slot, item - slot * heads, token, start, count, entry
+        rank = chunks - 1 - item // heads
+        if rank < even:
+            step = rank // together
+            rank = (rank - step * together) * steps + step
+        slot, row = slot_of_rank(inputs, rank)
+        token, start, count, entry = look_up(inputs, slot, row)
+        item = item if count > 0 else item + inputs.workers
+    return item, slot, item % heads, token, start, count, entry
 
 
 @cute.jit
@@ -388,10 +406,10 @@ def next_in_turn(inputs: cutlass.Constexpr, item: Int32):
 
 @cute.jit
 def following(inputs: cutlass.Constexpr, item: Int32) -> Int32:
-    """In the order of need."""
+    """Rounds of all workers come from the last one back, so that what is needed first is in L2 when they end."""
     shared, workers, staying, first_staying = load_shared(inputs.info + TURNS, 4, Int32)
-    after = item + (workers if item < shared else staying)
-    return first_staying if (item < shared) & (after >= shared) else after
+    after = item - workers if item < shared else item + staying
+    return first_staying if after < 0 else after
 
 
 @cute.jit
@@ -410,8 +428,8 @@ def look_up(inputs: cutlass.Constexpr, slot: Int32, row: Int32 | None = None):
 
 
 @cute.jit
-def prepare(inputs: cutlass.Constexpr, item: Int32, warp: Int32, line: Int32, lines: Int32):
-    """One of seven warps: its share of the worker's flags, from the first `item` on, to zero, and of the table's lines."""
+def clear_flags(inputs: cutlass.Constexpr, item: Int32, warp: Int32):
+    """One of seven warps: its share of the worker's flags, from the first `item` on, to zero."""
     number = Int32(0)
     while item < inputs.stop:
         if number % OTHERS == warp:
@@ -420,7 +438,30 @@ def prepare(inputs: cutlass.Constexpr, item: Int32, warp: Int32, line: Int32, li
                 clear_flag(flag_address(inputs, slot, item % inputs.heads))
         number += 1
         item = following(inputs, item)
+
+
+@cute.jit
+def write_lines(inputs: cutlass.Constexpr, line: Int32, lines: Int32):
+    """One warp: its share of the table's lines."""
     for slot in cutlass.range(line, inputs.slots, lines, unroll=1):
         token, start, count, entry = look_up(inputs, slot)
         if cute.arch.lane_idx() == 0:
             write_line(inputs, slot, token, count, start, entry)
+
+
+def policy_of_loads(inputs):
+    """Keywords of a load of inputs: where memory is the limit, what is written leaves the second level before what is read, soon
+    and in order, which memory takes faster."""
+    return {} if inputs.overlapped else {"cache_policy": Int64(EVICT_LAST)}
+
+
+def policy_of_stores(inputs):
+    """There too, and what the recurrence finds stays in the second level."""
+    return None if inputs.overlapped else kept_or_not(inputs)
+
+
+@cute.jit
+def kept_or_not(inputs: cutlass.Constexpr) -> Int64:
+    """For the record of the item under way."""
+    left = load_shared(inputs.info + 64, 1, Int32) - load_shared(inputs.info + 24, 1, Int32)
+    return Int64(EVICT_FIRST) if left > KEPT_ITEMS else Int64(EVICT_LAST)

@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from .kda_fragments import exp2
 from .kda_layout import TAIL_OFFSET, narrow_address, tail_place, triangle_offset
@@ -61,13 +61,18 @@ def store_float(address, value, predicate):
 
 
 @cute.jit
-def store_bulk(target: Int64, source: Int32, size: cutlass.Constexpr, piece: cutlass.Constexpr):
-    """Start the copy of shared memory to a global byte address, a group of its own, in pieces of so many bytes; one warp."""
+def store_bulk(target: Int64, source: Int32, size: cutlass.Constexpr, piece: cutlass.Constexpr, policy=None):
+    """Start the copy of shared memory to a global byte address, a group of its own, in pieces of so many bytes; one warp.
+
+    policy: of the second level, the 64-bit word of `createpolicy`.
+    """
+    hint, more = (".L2::cache_hint", ", {$r3}") if const_expr(policy is not None) else ("", "")
     with cute.arch.elect_one():
         for at in cutlass.range(0, size, min(size, piece), unroll=1):
+            words = [target + Int64(at), source + at, Int32(min(size, piece))]
             cute.arch.inline_ptx(
-                "cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};",
-                read_only_args=[target + Int64(at), source + at, Int32(min(size, piece))],
+                f"cp.async.bulk.global.shared::cta.bulk_group{hint} [{{$r0}}], [{{$r1}}], {{$r2}}{more};",
+                read_only_args=words if const_expr(policy is None) else [*words, policy],
             )
     cute.arch.cp_async_bulk_commit_group()
 

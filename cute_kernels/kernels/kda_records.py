@@ -1,6 +1,6 @@
 """First of the two KDA prefill kernels: everything of a chunk that does not depend on the state, for all chunks at once.
 
-Two blocks of 256 threads stay on each multiprocessor, each with an equal run of (chunk slot, head) items. Of an item a block
+Two blocks of 256 threads stay on each multiprocessor, each with as many (chunk slot, head) items. Of an item a block
 computes the record (`device/kda_layout.py`). Warps 0 to 3 have 16 tokens each and the first half of the channels, warps 7 to 4
 the same tokens and the second half, as matrix fragments in registers (`device/kda_fragments.py`).
 
@@ -114,7 +114,8 @@ class KdaRecords:
         heads: Int32,
         group_size: Int32,  # value heads per key head
         blocks: Int32,  # at most so many
-        stay: Int32,  # of them make records to the end, the others as many as in `rounds` rounds of all workers
+        stay: Int32,  # of them make records to the end, the others as many as in `rounds` rounds of all workers; without a
+        # recurrence beside it: how many rows that behind it walks at once
         rounds: Int32,
         early: Int32,  # blocks whose first item must come soon
         long_length: Int32,  # rows of so many tokens or more run in `parts` segments
@@ -445,8 +446,9 @@ class KdaRecords:
             kda_items.sync(inputs)
             if cute.arch.make_warp_uniform(tidx // 32) == LOADER:
                 piece = const_expr(2 * OPERAND_BYTES if self.key.overlapped else PIECE_BYTES)
-                store_bulk(record + KU_OFFSET, inputs.start + 2 * OPERAND_BYTES, OPERAND_BYTES, piece)
-                store_bulk(record + KG_OFFSET, inputs.start, 2 * OPERAND_BYTES, piece)
+                policy = kda_items.policy_of_stores(inputs)
+                store_bulk(record + KU_OFFSET, inputs.start + 2 * OPERAND_BYTES, OPERAND_BYTES, piece, policy)
+                store_bulk(record + KG_OFFSET, inputs.start, 2 * OPERAND_BYTES, piece, policy)
 
             # 4  pairs with earlier blocks, their sums over both halves, L and P
             for b in cutlass.range_constexpr(4):

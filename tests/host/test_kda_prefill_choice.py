@@ -8,6 +8,7 @@ from compact_state.cute_kernels.configs.kda_prefill import (
     MULTIPROCESSORS,
     overlap,
     parts_of_long_rows,
+    rows_at_once,
     shortest_long_row,
     slabs_per_block,
 )
@@ -82,6 +83,22 @@ def test_whole_heads_of_several_rows_beside_their_records():
         plan = beside(12, *lengths)
         assert (plan.columns, plan.rounds) == (128, 1)
     assert (beside(8, *[1024] * 4).columns, beside(8, *[1024] * 4).rounds) == (64, 1)
+
+
+def test_further_rounds_of_several_rows_where_the_first_records_stay_in_l2():
+    """As long as records are made beside the chain for two rounds more."""
+    assert beside(8, *[2048] * 4).rounds == beside(16, 2048, 2048).rounds == 2
+    assert beside(8, 1300, 547, 2048, 963, 271, 3063).rounds == 3
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("slabs", [1, 2])
+def test_rows_walked_at_once_are_those_whose_blocks_fit_the_chip(heads, slabs):
+    for rows in (1, 4, 32):
+        count = rows_at_once(rows, heads, slabs)
+        assert 1 <= count <= rows
+        assert count == 1 or count * heads * 2 // slabs <= MULTIPROCESSORS
+        assert count == rows or (count + 1) * heads * 2 // slabs > MULTIPROCESSORS
 
 
 def test_halves_where_wholes_leave_multiprocessors_idle():
