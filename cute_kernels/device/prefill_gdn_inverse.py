@@ -9,15 +9,27 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
+from .arith import add_rn, mul_rn
 from .prefill_inverse import block_address, merge_column
 from .prefill_layout import LOWER_PITCH, tile_address
-from .warp_ops import ldmatrix4, load_shared, mma_1688, pack_f16, pick, stmatrix2, store_shared
+from .warp_ops import ldmatrix4, load_shared, mma_1688, pack_f16, pick, round_f16, stmatrix2, store_shared
 
 
 def scratch_address(lower, warp):
     """Where the work matrix keeps a warp's two 8 x 8 blocks of -L in fp32, one above the other: a block that L leaves free."""
     block_row, block_column = pick(warp == 3, 1, 0), pick(warp == 3, 2, warp + 1)
     return lower + block_row * (16 * LOWER_PITCH) + block_column * 32
+
+
+def keep_sum(x):
+    """Eight entries of a row of T' <- the same, so that rounding to fp16 changes one of them alone in their sum.
+
+    With equal keys and no decay every row of X^T has the same part S k, which a row of T' multiplies by its sum, nearly zero; an
+    error of that sum, the same in each row, would add up over the chunk.
+    """
+    for step in (1, 2, 4):
+        for j in range(0, 8, 2 * step):
+            x[j] = add_rn(x[j], add_rn(x[j + step], -round_f16(x[j + step])))
 
 
 def solve_halves(scratch, link, lower, tile, beta, warp, lane):
@@ -41,7 +53,10 @@ def solve_halves(scratch, link, lower, tile, beta, warp, lane):
     scaled = lane >= 16
     for piece in range(2):
         betas = load_shared(beta + warp * 64 + half * 32 + piece * 16, 4)
-        x[4 * piece : 4 * piece + 4] = [x[4 * piece + e] * pick(scaled, betas[e], Float32(1.0)) for e in range(4)]
+        x[4 * piece : 4 * piece + 4] = [
+            mul_rn(x[4 * piece + e], pick(scaled, betas[e], Float32(1.0))) for e in range(4)
+        ]
+    keep_sum(x)
     own = 16 * warp + (lane & 15)
     zero = Uint32(0)
     for side, words in ((half, [pack_f16(x[2 * p], x[2 * p + 1]) for p in range(4)]), (1 - half, [zero] * 4)):
