@@ -169,21 +169,18 @@ def shares(
     A multiprocessor makes a record in 1.4 us, a chain takes 1.2 us a chunk with half a head a block, 1.7 us with a whole one,
     0.7 us with an eighth.
     Where rows are cut, transitions start when all records are there, and are to end with the first chains. In 1/32 us a chunk
-    of a transition takes 43, of a first chain 35, a record 60, 45 or 38 by value heads of a key. Of a row alone more records are
-    made beside the first chains: nobody else's chain waits for them.
+    of a transition takes 43, of a first chain 35, a record 45, or 38 where a key has three value heads or more. Of a row alone
+    more records are made beside the first chains: nobody else's chain waits for them.
     """
     total = chunks * heads
     stay = blocks - alike * heads * width
     rate = Int32(7) if width == 2 else Int32(10)  # records of a multiprocessor in eight steps of a chain
     rate = Int32(4) if width >= 4 else rate
-    ahead, least = (longest * rate) // 8, Int32(0)
+    ahead = (longest * rate) // 8
     if inner > 0:
-        cost = Int32(60) if together == 1 else Int32(38)
-        cost = Int32(45) if together == 2 else cost
-        among = (35 * longest - 43 * inner) // cost
+        among = (35 * longest - 43 * inner) // (Int32(45) if together <= 2 else Int32(38))
         ahead = ahead - inner if alike == 1 else among
-        least = Int32(0) if alike == 1 else 2 * blocks
-    early = cutlass.max(total - stay * ahead, least)
+    early = cutlass.max(total - stay * ahead, 0)
     single = Int32(-1)
     if (width > 0) & (stay > blocks // 4) & (ahead > 0):
         round_of_all = workers * (blocks if early > 0 else stay)
