@@ -328,3 +328,16 @@ def test_a_hook_that_raises_leaks_no_slot() -> None:
         ledger.evict_oldest()
     check(ledger, life.index)
     assert len(ledger.free) == 2
+
+
+def test_a_place_that_goes_leaves_media_behind_it_apart() -> None:
+    """What is left with one child is joined with it, except with one that begins with a media item."""
+    index = CheckpointIndex(ledger := Ledger(4))
+    key = PrefixKey(range(6), media=[(2, 4, b"cat")])
+    before = store(ledger, index, key, 2)
+    assert before is not None
+    assert store(ledger, index, key, 5) is not None
+    index.remove(before)
+    longer = [PrefixKey(range(9), media=media) for media in ([(2, 4, b"cat")], [(2, 4, b"dog")], [])]
+    assert [index.lookup(other).position for other in longer] == [5, 0, 0]
+    assert index.get(key, 5) is not None

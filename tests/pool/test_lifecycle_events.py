@@ -78,6 +78,8 @@ def test_sleep_waits_for_steps_and_transfers_and_never_frees_under_them() -> Non
     assert request.phase is Phase.WAITING
     with pytest.raises(PoolClosedError):
         world.life.plan([])
+    world.life.resume()
+    world.life.launched(world.life.plan([]).step)
     world.run()
     with pytest.raises(StuckLeaseError, match="1 transfers"):
         world.life.sleep(deadline_s=0.0)

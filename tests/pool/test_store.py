@@ -1,6 +1,7 @@
 """The store connector over a store in memory: what travels, which boundary, leases, reads that are no hit."""
 
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -106,6 +107,21 @@ def test_loads_past_the_cap_wait_until_the_finds_deadline(make):
         assert rig.life.admit(request)
         assert request.resumed == len(request.key) - 1
         rig.life.cancel(request)
+
+
+def test_a_load_that_others_keep_waiting_is_given_up_at_the_finds_deadline(make):
+    stored_by_another(make, positions=(4, 8))
+    now = [0.0]
+    rig = make(max_gets=1, clock=lambda: now[0], settings=replace(QUICK, get_deadline_s=50.0))
+    rig.raw[0].gate.clear()
+    requests = [rig.request(PROMPT[: position + 1]) for position in (4, 8)]
+    for request in requests:
+        assert rig.store.find(request, [len(request.key) - 1])
+    rig.settle(lambda: len(rig.store._parked) == 1)
+    now[0] = QUICK.find_deadline_s
+    rig.store.poll()
+    assert sorted(rig.store.pending(request) for request in requests) == [False, True]
+    rig.raw[0].gate.set()
 
 
 def test_a_cancel_while_loading_frees_the_slot_only_at_the_end(make):

@@ -73,7 +73,7 @@ def test_finds_behind_a_slow_transfer_say_nothing_against_the_store(make):
         now[0] += 2.0
         rig.store.poll()
         assert not rig.store.pending(request)
-    assert rig.store.counters.finds_failed == 3
+    assert (rig.store.counters.finds_failed, rig.store.counters.withdrawn) == (3, 3)
     assert not rig.store.breaker.open
     rig.raw[0].gate.set()
     assert rig.store.settle(10)
@@ -151,6 +151,22 @@ def test_a_put_that_gets_no_lease_leaves_the_probe_to_others(make):
         rig.life.cancel(request)
     assert rig.store.settle(10)
     assert entry.stored
+
+
+def test_one_put_in_a_cooldown_probes_a_store_that_did_not_answer(make):
+    now = [0.0]
+    rig = make(settings=replace(QUICK, breaker_failures=1, breaker_cooldown_s=5.0), clock=lambda: now[0])
+    entries = [rig.checkpoint([number]) for number in range(2)]
+    rig.store.breaker.failure(now[0])
+    for entry in entries:
+        assert rig.store.put(entry)
+    now[0] = 6.0
+    rig.raw[0].gate.clear()
+    rig.settle(rig.raw[0].half_way.is_set)
+    assert rig.ledger.puts_in_flight == 1
+    rig.raw[0].gate.set()
+    assert rig.store.settle(10)
+    assert [entry.stored for entry in entries] == [True, True]
 
 
 def test_a_put_whose_step_never_ends_costs_no_slot(make):
