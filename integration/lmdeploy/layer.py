@@ -99,7 +99,7 @@ def _prefill(layer: Any, hidden_states: torch.Tensor, caches: Any, meta: Compact
     size, values = layer.head_v_dim, z.shape[1] // layer.head_v_dim
     heads = x.view(x.shape[0], -1, size)
     keys = (heads.shape[1] - values) // 2
-    q, k, v = heads.split((keys, keys, values), 1)
+    q, k, v = heads[:, :keys], heads[:, keys : 2 * keys], heads[:, 2 * keys :]
     parameters = (layer.get_A_log_exp(), layer.dt_bias.detach())
     out = cute_kernels.gdn_prefill(q, k, v, a, b, *parameters, caches[1], *ids, meta.cu_seqlens, **options)
     normed = layer.norm(out, z.view(-1, values, size))
