@@ -341,3 +341,15 @@ def test_a_place_that_goes_leaves_media_behind_it_apart() -> None:
     longer = [PrefixKey(range(9), media=media) for media in ([(2, 4, b"cat")], [(2, 4, b"dog")], [])]
     assert [index.lookup(other).position for other in longer] == [5, 0, 0]
     assert index.get(key, 5) is not None
+
+
+def test_no_two_identities_have_one_digest() -> None:
+    letters = int.from_bytes(b"AAAA", "little")
+    keys = [PrefixKey([letters, 7], adapter="x"), PrefixKey([7], adapter="xAAAA"), PrefixKey([7]), PrefixKey([7, 0])]
+    keys += [PrefixKey([7], adapter=adapter) for adapter in ("", "n", "a")]
+    assert len({key.digest() for key in keys}) == len(keys)
+    assert keys[0].digest(0) != keys[0].digest()
+    assert PrefixKey([letters, 9], adapter="x").digest(1) == keys[0].digest(1)
+    for position in (-1, 3):
+        with pytest.raises(ConfigError, match=f"position: got {position}; allowed: 0 .. 2"):
+            keys[0].digest(position)
