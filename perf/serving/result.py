@@ -28,7 +28,8 @@ def merge(parts: Sequence[dict[str, Any]], base: dict[str, Any] | None = None) -
     first = parts[0]["environment"] if base is None else base["environment"]
     result: dict[str, Any] = {**(base or {}), "environment": dict(first), "rows": []}
     for name in ("command", "commit"):
-        result["environment"][name] = "; ".join(dict.fromkeys([first[name], *(p["environment"][name] for p in parts)]))
+        said = [first[name], *(p["environment"][name] for p in parts)]
+        result["environment"][name] = "; ".join(dict.fromkeys("; ".join(said).split("; ")))
     rows = {_case(row): row for row in result.pop("serving", [])}
     result["commits"] = dict(result.get("commits", {}))
     for part in parts:
