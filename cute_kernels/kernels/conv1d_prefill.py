@@ -51,9 +51,7 @@ class Arguments(NamedTuple):
     mWriteIds: cute.Tensor  # (N,) int32
     mPositions: cute.Tensor  # (N,) int32
     mCuSeqlens: cute.Tensor  # (N + 1,) int32
-    mEntries: (
-        cute.Tensor
-    )  # (N + 1,) int32, prefix sums of checkpoint entries; any ids without CHECKPOINTS, as the next two
+    mEntries: cute.Tensor  # (N + 1,) int32, prefix sums of kept entries; any ids without CHECKPOINTS, as the next two
     mEnds: cute.Tensor  # (M,) int32, ascending in a sequence
     mSlots: cute.Tensor  # (M,) int32
     mOut: cute.Tensor  # (T, C), no memory in common with mX

@@ -25,6 +25,8 @@ checkpoint_slots as in `kernels/gdn_prefill.py`, and
     scale                                    fp32
 """
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Uint32
@@ -105,6 +107,37 @@ WARPS, STORER, LOADER, GATES = 4, 0, 1, 3  # of a worker, and some of them
 WARP_PLAN = TABLE_BYTES + PLAN_BYTES  # a warp finds items by itself: the first loads wait for no barrier
 
 
+class Arguments(NamedTuple):
+    """What the compiled function takes behind q and k, then the stream."""
+
+    mA: cute.Tensor  # (T, HV) bf16
+    mB: cute.Tensor  # (T, HV) bf16
+    mALog: cute.Tensor  # (HV,) fp32
+    mDtBias: cute.Tensor  # (HV,) fp32
+    mCuSeqlens: cute.Tensor  # (N + 1,) int32
+    mKeptCu: cute.Tensor  # (N + 1,) int32, prefix sums of kept states
+    mKeptEnds: cute.Tensor  # (M,) int32, ascending in a row
+    mKeptSlots: cute.Tensor  # (M,) int32
+    mRecords: cute.Tensor
+    hk: Int32
+    hv: Int32
+    num_slots: Int32
+    has_checkpoints: Int32
+    l2norm: Int32
+    min_tokens: Int32
+    long_length: Int32
+    parts: Int32
+    lead: Int32
+    width: Int32
+    together: Int32
+    choose: Int32
+    stay: Int32
+    early: Int32
+    single: Int32
+    total: Int32
+    scale: Float32
+
+
 class GdnRecords:
     """The kernel; it has one specialisation."""
 
@@ -112,38 +145,8 @@ class GdnRecords:
         self.key = key
 
     @cute.jit
-    def __call__(
-        self,
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        mA: cute.Tensor,
-        mB: cute.Tensor,
-        mALog: cute.Tensor,
-        mDtBias: cute.Tensor,
-        mCuSeqlens: cute.Tensor,
-        mKeptCu: cute.Tensor,
-        mKeptEnds: cute.Tensor,
-        mKeptSlots: cute.Tensor,
-        mRecords: cute.Tensor,
-        hk: Int32,
-        hv: Int32,
-        num_slots: Int32,
-        has_checkpoints: Int32,
-        l2norm: Int32,
-        min_tokens: Int32,
-        long_length: Int32,
-        parts: Int32,
-        lead: Int32,
-        width: Int32,
-        together: Int32,
-        choose: Int32,
-        stay: Int32,
-        early: Int32,
-        single: Int32,
-        total: Int32,
-        scale: Float32,
-        stream,
-    ):
+    def __call__(self, mQ: cute.Tensor, mK: cute.Tensor, *arguments):
+        a, stream = Arguments(*arguments[:-1]), arguments[-1]
         k_atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
         input_layout = cute.tile_to_shape(k_atom, (CHUNK, HEAD, 1), order=(0, 1, 2))
         box = cute.slice_(input_layout, (None, None, 0))
@@ -165,19 +168,15 @@ class GdnRecords:
             handed: cute.struct.MemRange[Int32, WORKERS]
 
         self.storage = Storage
-        items = cute.size(mRecords, mode=[0])
+        items = cute.size(a.mRecords, mode=[0])
         self.kernel.set_name_prefix(self.key.symbol(), remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(
-            tma_q, gQ, tma_k, gK, mA, mB, mALog, mDtBias, mCuSeqlens, mKeptCu, mKeptEnds, mKeptSlots, mRecords, hk, hv, num_slots,
-            has_checkpoints, l2norm, min_tokens, long_length, parts, lead, width, together, choose, stay, early, single, total,
-            scale, pair_mma, input_layout,
-        ).launch(
+        self.kernel(tma_q, gQ, tma_k, gK, a, pair_mma, input_layout).launch(
             grid=[cutlass.min(items, Int32(BLOCKS)), 1, 1],
             block=[(WORKERS + 1) * THREADS, 1, 1],
             max_number_threads=[(WORKERS + 1) * THREADS, 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
-        )  # fmt: skip
+        )
 
     @cute.kernel
     def kernel(
@@ -186,32 +185,7 @@ class GdnRecords:
         gQ: cute.Tensor,
         tma_k: cute.CopyAtom,
         gK: cute.Tensor,
-        mA: cute.Tensor,
-        mB: cute.Tensor,
-        mALog: cute.Tensor,
-        mDtBias: cute.Tensor,
-        mCuSeqlens: cute.Tensor,
-        mKeptCu: cute.Tensor,
-        mKeptEnds: cute.Tensor,
-        mKeptSlots: cute.Tensor,
-        mRecords: cute.Tensor,
-        hk: Int32,
-        hv: Int32,
-        num_slots: Int32,
-        has_checkpoints: Int32,
-        l2norm: Int32,
-        min_tokens: Int32,
-        long_length: Int32,
-        parts: Int32,
-        lead: Int32,
-        width: Int32,
-        together: Int32,
-        choose: Int32,
-        stay: Int32,
-        early: Int32,
-        single: Int32,
-        total: Int32,
-        scale: Float32,
+        a: Arguments,
         pair_mma: cute.TiledMma,
         input_layout: cute.ComposedLayout,
     ):
@@ -222,15 +196,16 @@ class GdnRecords:
         tidx = tidx % THREADS
         warp = cute.arch.make_warp_uniform(tidx // 32)
         lane = tidx % 32
-        begin, end = mCuSeqlens[0], mCuSeqlens[1]  # on their way
+        begin, end = a.mCuSeqlens[0], a.mCuSeqlens[1]  # on their way
         if warp == LOADER:
             cpasync.prefetch_descriptor(tma_k)
             cpasync.prefetch_descriptor(tma_q)
+        width = a.width
         idle = Int32(0)  # multiprocessors that a launch without work holds while it waits
-        if choose != BY_SHAPES:
+        if a.choose != BY_SHAPES:
             idle = Int32(1)
-            halves, _ = takes_halves(mCuSeqlens, min_tokens, hv, lane)
-            leave_idle((choose == OR_ONE_LAUNCH) & (halves == 0), block)
+            halves, _ = takes_halves(a.mCuSeqlens, a.min_tokens, a.hv, lane)
+            leave_idle((a.choose == OR_ONE_LAUNCH) & (halves == 0), block)
             width = halves + 1
         storage = cutlass.utils.SmemAllocator().allocate(self.storage)
         if worker == WORKERS:
@@ -238,65 +213,20 @@ class GdnRecords:
             if warp == 0:
                 publish_handed(
                     storage.handed.data_ptr().toint(), storage.full.data_ptr(), storage.empty.data_ptr(), WORKERS,
-                    self.flags(mRecords), RECORD_BYTES, lane,
+                    self.flags(a.mRecords), RECORD_BYTES, lane,
                 )  # fmt: skip
             else:
                 cute.arch.sync_threads()
         else:
-            self.run_worker(
-                storage, worker, tidx, warp, lane, block, blocks, idle, begin, end,
-                tma_q, gQ, tma_k, gK, mA, mB, mALog, mDtBias, mCuSeqlens, mKeptCu, mKeptEnds, mKeptSlots, mRecords, hk, hv,
-                num_slots, has_checkpoints, l2norm, min_tokens, long_length, parts, lead, width, together, choose, stay, early,
-                single, total, scale, pair_mma, input_layout,
-            )  # fmt: skip
+            where = (worker, tidx, warp, lane, block, blocks, idle, begin, end)
+            loads = (tma_q, gQ, tma_k, gK)
+            self.run_worker(storage, where, loads, a, width, pair_mma, input_layout)
 
     @cute.jit
-    def run_worker(
-        self,
-        storage,
-        worker: Int32,
-        tidx: Int32,
-        warp: Int32,
-        lane: Int32,
-        block: Int32,
-        blocks: Int32,
-        idle: Int32,
-        begin: Int32,
-        end: Int32,
-        tma_q: cute.CopyAtom,
-        gQ: cute.Tensor,
-        tma_k: cute.CopyAtom,
-        gK: cute.Tensor,
-        mA: cute.Tensor,
-        mB: cute.Tensor,
-        mALog: cute.Tensor,
-        mDtBias: cute.Tensor,
-        mCuSeqlens: cute.Tensor,
-        mKeptCu: cute.Tensor,
-        mKeptEnds: cute.Tensor,
-        mKeptSlots: cute.Tensor,
-        mRecords: cute.Tensor,
-        hk: Int32,
-        hv: Int32,
-        num_slots: Int32,
-        has_checkpoints: Int32,
-        l2norm: Int32,
-        min_tokens: Int32,
-        long_length: Int32,
-        parts: Int32,
-        lead: Int32,
-        width: Int32,
-        together: Int32,
-        choose: Int32,
-        stay: Int32,
-        early: Int32,
-        single: Int32,
-        total: Int32,
-        scale: Float32,
-        pair_mma: cute.TiledMma,
-        input_layout: cute.ComposedLayout,
-    ):
-        """A worker's records."""
+    def run_worker(self, storage, where, loads, a, width, pair_mma, input_layout):
+        """A worker's records. `where`: its place, and the first row's bounds."""
+        worker, tidx, warp, lane, block, blocks, idle, begin, end = where
+        hk, hv, together, stay, early, single, total = a.hk, a.hv, a.together, a.stay, a.early, a.single, a.total
         cute.arch.setmaxregister_increase(WORKER_REGISTERS)
         base = storage.workers.data_ptr().toint() + worker * WORKER_BYTES
         sK, sQ = (
@@ -323,22 +253,23 @@ class GdnRecords:
         lower, vector_base, squares = base + LOWER, base + VECTORS, base + SQUARES
         table = storage.plans.data_ptr().toint() + (worker * WARPS + warp) * WARP_PLAN
         own_plan = table + TABLE_BYTES
-        all_rows = cute.size(mCuSeqlens) - 1
+        all_rows = cute.size(a.mCuSeqlens) - 1
         mirror, steps, planned = Int32(0), Int32(0), total
         if planned == 0:
             steps, chunks, longest, alike, inner = write_rows(
-                table, mCuSeqlens, mKeptCu, mKeptEnds, has_checkpoints, min_tokens, long_length, parts, lead, lane
-            )
+                table, a.mCuSeqlens, a.mKeptCu, a.mKeptEnds, a.has_checkpoints, a.min_tokens, a.long_length, a.parts, a.lead,
+                lane,
+            )  # fmt: skip
             mirror = chunks if inner > 0 else mirror
             stay, early, single, total = shares(
                 chunks, longest, alike, inner, hv, together, width, WORKERS, blocks - idle
             )
         deal(own_plan, stay, early, single, total, mirror, steps, worker, WORKERS, block, blocks)
-        lists = (mKeptEnds, mKeptSlots, num_slots, table, own_plan, all_rows, hv, together, lane)
-        gates = (mA, mB, mALog, mDtBias)
+        lists = (a.mKeptEnds, a.mKeptSlots, a.num_slots, table, own_plan, all_rows, hv, together, lane)
+        gates = (a.mA, a.mB, a.mALog, a.mDtBias)
         group = divide(hv, hk)
         unit, left, slot, token, count, head = self.next_item(
-            Int32(-1), *[Int32(0)] * 5, *lists, (planned, begin, end, min_tokens)
+            Int32(-1), *[Int32(0)] * 5, *lists, (planned, begin, end, a.min_tokens)
         )
         thread = pair_mma.get_slice(tidx)
         left_k = pair_mma.make_fragment_A(thread.partition_A(sK))
@@ -352,14 +283,14 @@ class GdnRecords:
         raw, logit, bias, log_rate = [Float32(0.0)] * 2, [Float32(0.0)] * 2, Float32(0.0), Float32(0.0)
         if count >= 0:  # under way while flags are cleared
             if warp == LOADER:
-                self.load_inputs(tma_q, gQ, tma_k, gK, sQ, sK, token, divide(head, group), loaded)
+                self.load_inputs(*loads, sQ, sK, token, divide(head, group), loaded)
             if warp == GATES:
                 raw, logit, bias, log_rate = self.load_gates(*gates, token, count, head, lane)
         # Blocks of T' and P above the diagonal are zero and no one writes them.
         zero = Uint32(0)
         for i in cutlass.range_constexpr(2 * TILE_BYTES // 16 // THREADS):
             store_shared(t_tile + (i * THREADS + tidx) * 16, zero, zero, zero, zero)
-        self.clear_flags(mRecords, *lists[3:], warp)
+        self.clear_flags(a.mRecords, *lists[3:], warp)
         cute.arch.sync_threads()
         alone = (planned > 0) & (stay > 0) & (width >= 4) & (block < hv)
         if alone & (worker > 0):  # the first chunks' records come sooner with a multiprocessor of their own
@@ -395,9 +326,9 @@ class GdnRecords:
                     write_gates(raw, logit, bias, rate, count, vector, lane)
                 write_squares(q_tile, squares, rows, 16, lane)
                 query_factor = load_shared(squares + (rows + (lane & 15)) * 4, 1)
-                query_factor = inverse_norm(query_factor, rows + (lane & 15) < count, l2norm) * scale
+                query_factor = inverse_norm(query_factor, rows + (lane & 15) < count, a.l2norm) * a.scale
                 warpgroup.wait_group(0)
-                factors = key_norms(diagonal_block(kk, warp), warp, lane, count, l2norm)
+                factors = key_norms(diagonal_block(kk, warp), warp, lane, count, a.l2norm)
                 if is_first != 0:
                     self.join_worker(worker)
             if (warp == GATES) & (next_count >= 0):
@@ -416,7 +347,7 @@ class GdnRecords:
             key_head, next_key_head = divide(head, group), divide(next_head, group)
             fresh = Int32(0) if (next_slot == slot) & (next_key_head == key_head) else Int32(1)
             if (warp == LOADER) & (fresh != 0) & (next_count >= 0):
-                self.load_inputs(tma_q, gQ, tma_k, gK, sQ, sK, next_token, next_key_head, loaded)
+                self.load_inputs(*loads, sQ, sK, next_token, next_key_head, loaded)
             row_factors, near_factors = pair_factors(vector, warp, lane)
             scratch = scratch_address(lower, warp)
             link = write_lower(kk, diagonal, vector, row_factors, near_factors, factors, lower, scratch, warp, lane)
@@ -436,7 +367,7 @@ class GdnRecords:
             self.join_worker(worker)
             if (warp == STORER) & (lane == 0):
                 owed = slot * hv + head
-                self.store_record(record_address(mRecords, owed, 1, 0), t_tile, vector)
+                self.store_record(record_address(a.mRecords, owed, 1, 0), t_tile, vector)
                 if is_first != 0:  # chains wait for their start; later records until the next item is under way
                     closed = Int32(1) if next_count < 0 else Int32(0)
                     hand_over(*handed, Int32(0), owed | closed * LAST)
